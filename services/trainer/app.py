@@ -17,7 +17,6 @@ from forge.client.rollout_tables import note_tables
 from forge.client.task_files import read_tasks
 from forge.core.errors import ActorStopped, ConfigError, ForgeError, Unavailable
 from forge.core.routes import RouteShape
-from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import attention_channels
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorRef
@@ -54,8 +53,11 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.checkpoint_follower import CheckpointFollower, CheckpointSource
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, SourceSettings
+from services.trainer.data.group_reader import GroupReader
 from services.trainer.data.speed import speed_baselines
 from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
+from services.trainer.learner.batch_reading import batch_reading
+from services.trainer.learner.reading_ranks import Readers
 from services.trainer.lineage import WORKERS, Lineage
 from services.trainer.model.placement import computed_type
 from services.trainer.published.files import HeldFiles
@@ -89,6 +91,8 @@ class TrainerApp:
         self._steering: ActorRef | None = None
         self._driver: asyncio.Task[None] | None = None
         self._batches: BatchSource | None = None
+        self._readers: Readers | None = None
+        """The ranks that read batches; None: this process reads all."""
         self._lineage: Lineage | None = None
         self._following: asyncio.Task[None] | None = None
         self._canaries: asyncio.Task[None] | None = None
@@ -115,7 +119,12 @@ class TrainerApp:
         writer = await actors.spawn(
             lambda: CheckpointWriter(store, sending, copies), name="checkpoints"
         )
-        learner = await actors.spawn(lambda: LearnerActor(self._config, store), name="learner")
+        if self._config.read_from == "ranks":
+            groups = self._config.mesh_shape.data_groups
+            self._readers = Readers(GroupReader(self._context.channels), count=groups)
+        learner = await actors.spawn(
+            lambda: LearnerActor(self._config, store, self._readers), name="learner"
+        )
         values = await self._spawn_values()
         source = partial(
             self._source,
@@ -367,21 +376,16 @@ class TrainerApp:
         config = self._config
         self._batches = BatchSource(
             self._context.remote("scheduler", scheduler_pb2_grpc.SchedulerServiceStub),
-            self._context.remote("pool", pool_pb2_grpc.PoolServiceStub),
-            plan=partial(
-                plan_batch,
-                token_budget=config.token_budget,
+            batch_reading(
+                config,
+                self._context.remote("pool", pool_pb2_grpc.PoolServiceStub),
+                self._readers,
                 channels=channels,
-                relay=config.mesh_shape.cp == 1,
-                data_groups=config.mesh_shape.data_groups,
-                mini_batches=config.mini_batches,
                 route_shape=route_shape,
             ),
-            rules=config.credit_rules(),
             baselines_s=lambda: speed_baselines(self._record.steps),
             settings=SourceSettings(
                 trainer_id=config.instance_id,
-                logged_rollouts=config.logged_rollouts,
                 max_groups=config.batch_groups,
                 patience_s=config.patience_s,
                 refill_groups=config.advantages.refill_groups,

@@ -27,7 +27,7 @@ from forge.rl.config import (
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from services.trainer.data.credit_rules import CreditRules
-from services.trainer.mesh import MeshSettings
+from services.trainer.mesh import MeshSettings, check_reading
 from services.trainer.torchrun_rank import under_torchrun
 
 _AGREED = (
@@ -225,6 +225,11 @@ class TrainerConfig(ServiceConfig):
     sends it to workers. The latter needs mesh.dp_shard or mesh.tp above 1, workers that reach the
     gRPC port of each rank (port plus its number on its host), and workers of this release or
     later."""
+    read_from: Literal["rank_0", "ranks"] = "rank_0"
+    """Where trajectories are read and planned: all at rank 0, or each group at the first rank of a
+    data group. The latter needs mesh.dp_shard above 1, and ranks that reach the pool."""
+    rank_token_file: str = ""
+    """File with a token of `forge token issue rank`, for ranks that read; empty: key_file."""
     kept_versions: Annotated[int, Meta(ge=2, le=64)] = 2
     """Newest published versions that stay in host memory, each as large as the model: those that
     `forge weights rollback` can return to."""
@@ -290,11 +295,11 @@ class TrainerConfig(ServiceConfig):
                 "publish_from = ranks is not allowed with mesh.dp_shard = 1 and mesh.tp = 1: every "
                 "rank then has all weights, and rank 0 publishes them"
             )
+        check_reading(self.read_from, self.rank_token_file, self.mesh_shape)
         if self.mesh_shape.sharded and self.optimizer.name != "adamw":
             raise InvalidArgument(
                 f"optimizer.name = {self.optimizer.name} is not allowed with mesh.dp_shard = "
-                f"{self.mesh.dp_shard} and mesh.tp = {self.mesh.tp}: it steps whole tensors; use "
-                "adamw"
+                f"{self.mesh.dp_shard}, mesh.tp = {self.mesh.tp}: it steps whole tensors; use adamw"
             )
         self._check_parts()
 

@@ -45,3 +45,22 @@ class MeshSettings:
                 f"the mesh has {shape.ranks}"
             )
         return shape
+
+
+def check_reading(read_from: str, rank_token_file: str, shape: MeshShape) -> None:
+    """Raises `InvalidArgument` for ranks that cannot read, and a token that no rank uses."""
+    if read_from == "ranks" and not shape.sharded:
+        raise InvalidArgument(
+            "read_from = ranks is not allowed with mesh.dp_shard = 1: ranks with whole weights "
+            "retry a batch in smaller trees after a shortage of memory, and need all samples"
+        )
+    if read_from == "ranks" and shape.data_groups == 1:
+        raise InvalidArgument(
+            "read_from = ranks is not allowed with mesh.dp_shard = 1 and mesh.dp_replicate = 1: "
+            "all ranks compute the same trees"
+        )
+    if rank_token_file and read_from != "ranks":
+        raise InvalidArgument(
+            f"rank_token_file = {rank_token_file!r} is not allowed with read_from = {read_from}: "
+            "no rank above 0 reads trajectories"
+        )

@@ -27,6 +27,17 @@ TRIED_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Counts of an update over all data groups."""
+
+    trained_tokens: int
+    tree_tokens: int
+    sample_tokens: int
+    empty_passes: int
+    imbalance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """Facts of an update that a data group has besides its own trees."""
 
@@ -36,6 +47,8 @@ class Outline:
     """Of the whole update."""
     passes: tuple[int, ...]
     """Passes of each of its trees, with empty ones."""
+    totals: Totals | None = None
+    """None where rank 0 alone needs them, and has the whole plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +86,7 @@ class BatchPlan:
     @property
     def trained_tokens(self) -> int:
         """Trained tokens of all samples."""
-        return sum(tree.trained_tokens for tree in self.trees)
+        return self._total("trained_tokens", [tree.trained_tokens for tree in self.trees])
 
     @property
     def size(self) -> BatchSize:
@@ -99,12 +112,18 @@ class BatchPlan:
     @property
     def tree_tokens(self) -> int:
         """Tokens that are computed."""
-        return sum(tree.tokens for tree in self.trees)
+        return self._total("tree_tokens", [tree.tokens for tree in self.trees])
 
     @property
     def sample_tokens(self) -> int:
         """Tokens that would be computed without merging."""
-        return sum(tree.sample_tokens for tree in self.trees)
+        return self._total("sample_tokens", [tree.sample_tokens for tree in self.trees])
+
+    def _total(self, name: str, of_trees: Sequence[int]) -> int:
+        """Over all data groups, if the trees are those of one."""
+        totals = [one.outline.totals for one in self.updates if one.outline is not None]
+        known = [int(getattr(one, name)) for one in totals if one is not None]
+        return sum(known) if known else sum(of_trees)
 
 
 def plan_batch(
@@ -125,11 +144,7 @@ def plan_batch(
     experts, None: they are ignored. Raises `InvalidArgument` for a malformed sample.
     """
     began = time.perf_counter()
-    for sample in samples:
-        sample.validate()
-    trainable = [sample for sample in samples if sample.trained]
-    if route_shape is None:  # other ranks need not get them
-        trainable = [replace(one, routes=()) if one.routes else one for one in trainable]
+    trainable = _trainable(samples, route_shape)
     plan = partial(
         _plan_update,
         token_budget=token_budget,
@@ -149,6 +164,37 @@ def plan_batch(
         plan_s=time.perf_counter() - began,
         route_shape=route_shape,
     )
+
+
+def plan_updates(
+    updates: Sequence[Sequence[Sample]],
+    *,
+    token_budget: int,
+    channels: int,
+    relay: bool = True,
+    route_shape: RouteShape | None = None,
+) -> list[BatchPlan]:
+    """The plan of each update of one data group, whose samples are given; like `plan_batch`."""
+    return [
+        _plan_update(
+            _trainable(samples, route_shape),
+            token_budget=token_budget,
+            channels=channels,
+            relay=relay,
+            data_groups=1,
+            route_shape=route_shape,
+        )
+        for samples in updates
+    ]
+
+
+def _trainable(samples: Sequence[Sample], route_shape: RouteShape | None) -> list[Sample]:
+    for sample in samples:
+        sample.validate()
+    trainable = [sample for sample in samples if sample.trained]
+    if route_shape is None:  # other ranks need not get them
+        return [replace(one, routes=()) if one.routes else one for one in trainable]
+    return trainable
 
 
 def whole_plan(given: BatchPlan, computed: Sequence[BatchPlan]) -> BatchPlan:

@@ -7,7 +7,7 @@ and each rank cuts its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forge.core.prefix_tree import Span
@@ -32,12 +32,8 @@ class GroupUpdate:
 
     def plan(self, route_shape: RouteShape | None) -> BatchPlan:
         """The part as the plan of an update."""
-        whole = [
-            replace(tree, parts=tuple(cut_part(tree.layout, span) for span in spans))
-            for tree, spans in zip(self.trees, self.spans, strict=True)
-        ]
         return BatchPlan(
-            trees=tuple(whole),
+            trees=tuple(map(with_passes, self.trees, self.spans)),
             plan_s=0.0,
             token_budget=self.token_budget,
             route_shape=route_shape,
@@ -85,7 +81,7 @@ def _updates(update: BatchPlan, policy: TreePolicy) -> Iterator[GroupUpdate]:
         own = group_trees(rounds, trees, group, policy)
         yield GroupUpdate(
             trees=tuple(replace(tree, parts=()) for tree, _ in own),
-            spans=tuple(tuple(_span(tree)) for tree, _ in own),
+            spans=tuple(spans_of(tree) for tree, _ in own),
             outline=Outline(
                 size=update.size,
                 divides_trajectories=update.divides_trajectories,
@@ -95,7 +91,14 @@ def _updates(update: BatchPlan, policy: TreePolicy) -> Iterator[GroupUpdate]:
         )
 
 
-def _span(tree: TreeBatch) -> Iterator[Span]:
-    for part in tree.parts:
-        first = int(part.places_L[0])
-        yield first, first + part.tokens
+def spans_of(tree: TreeBatch) -> tuple[Span, ...]:
+    """Layout range of each pass of a tree."""
+    firsts = [int(part.places_L[0]) for part in tree.parts]
+    return tuple(
+        (first, first + part.tokens) for first, part in zip(firsts, tree.parts, strict=True)
+    )
+
+
+def with_passes(tree: TreeBatch, spans: Sequence[Span]) -> TreeBatch:
+    """A tree that was sent without its passes, with those of the layout ranges."""
+    return replace(tree, parts=tuple(cut_part(tree.layout, span) for span in spans))

@@ -266,8 +266,13 @@ class Learner:
             return self._accumulate(plan, weight_version, [] if frozen is None else frozen)
 
     def _shared(self, plan: BatchPlan) -> Share:
-        if plan.outline is not None:
-            return Share(trees=tuple(zip(plan.trees, plan.outline.passes, strict=True)))
+        if (outline := plan.outline) is not None:
+            totals = outline.totals
+            return Share(
+                trees=tuple(zip(plan.trees, outline.passes, strict=True)),
+                empty_passes=totals.empty_passes if totals else 0,
+                imbalance=totals.imbalance if totals else 0.0,
+            )
         return share_of([self.policy.arranged(tree) for tree in plan.trees], self.policy)
 
     def _accumulate(

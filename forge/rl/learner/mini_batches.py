@@ -19,15 +19,26 @@ def mini_batches(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
     groups: dict[int, list[Sample]] = defaultdict(list)
     for index, sample in enumerate(samples):
         groups[-1 - index if sample.group < 0 else sample.group].append(sample)
-    divided: list[list[Sample]] = [[] for _ in range(min(count, len(groups)))]
+    whole = list(groups.values())
+    sizes = [(group[0].domain, sum(one.trained_tokens for one in group)) for group in whole]
+    return [
+        [sample for place in part for sample in whole[place]]
+        for part in divide_groups(sizes, count)
+    ]
+
+
+def divide_groups(sizes: Sequence[tuple[str, int]], count: int) -> list[list[int]]:
+    """The places of the groups of each mini-batch; `sizes` has domain and trained tokens of each
+    group. As `mini_batches` divides their samples."""
+    divided: list[list[int]] = [[] for _ in range(min(count, len(sizes)))]
     totals = [0] * len(divided)
     of_domain: dict[str, list[int]] = defaultdict(lambda: [0] * len(divided))
-    sizes = [(sum(one.trained_tokens for one in group), group) for group in groups.values()]
     # Largest first, and one domain after the other: what is left to even out is small.
-    for size, group in sorted(sizes, key=lambda one: (one[1][0].domain, -one[0])):
-        here = of_domain[group[0].domain]
-        lightest = min(range(len(divided)), key=lambda place: (here[place], totals[place], place))
-        divided[lightest].extend(group)
+    for place in sorted(range(len(sizes)), key=lambda one: (sizes[one][0], -sizes[one][1])):
+        domain, size = sizes[place]
+        here = of_domain[domain]
+        lightest = min(range(len(divided)), key=lambda part: (here[part], totals[part], part))
+        divided[lightest].append(place)
         here[lightest] += size
         totals[lightest] += size
     return divided

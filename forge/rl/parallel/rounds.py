@@ -44,6 +44,22 @@ class Rounds:
     """Work of the largest tree of each round, summed: the time of the batch."""
 
 
+def divide_own(costs: Sequence[Sequence[TreeCost]]) -> Rounds:
+    """Rounds of data groups that have trees of their own: `costs` per group. The trees of a round
+    are indices into those of their groups, each group's of most passes and most work first."""
+    orders = [
+        sorted(range(len(own)), key=lambda index: (-own[index].passes, -own[index].work, index))
+        for own in costs
+    ]
+    rounds, span = [], 0.0
+    for number in range(max(map(len, orders), default=0)):
+        trees = tuple(order[number] if number < len(order) else None for order in orders)
+        present = [own[tree] for own, tree in zip(costs, trees, strict=True) if tree is not None]
+        rounds.append(Round(trees=trees, passes=max(one.passes for one in present)))
+        span += max(one.work for one in present)
+    return _rounds(rounds, [one for own in costs for one in own], groups=len(costs), span=span)
+
+
 def divide(costs: Sequence[TreeCost], groups: int) -> Rounds:
     """Trees in rounds of `groups`, those of most passes first, then those of most work.
 
@@ -61,6 +77,12 @@ def divide(costs: Sequence[TreeCost], groups: int) -> Rounds:
         turn = number % groups
         rounds.append(Round(trees=(*chosen[-turn:], *chosen[:-turn]), passes=passes))
     span = sum(max(_work(costs, one)) for one in rounds)
+    return _rounds(rounds, costs, groups=groups, span=span)
+
+
+def _rounds(
+    rounds: Sequence[Round], costs: Sequence[TreeCost], *, groups: int, span: float
+) -> Rounds:
     total = sum(one.work for one in costs)
     run = groups * sum(one.passes for one in rounds)
     return Rounds(

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from forge.core.errors import InvalidArgument
-from forge.rl.collectives import all_reduce
+from forge.rl.collectives import all_reduce, lost_ranks
 from forge.rl.config import MeshShape
 
 T = TypeVar("T")
@@ -90,6 +90,16 @@ class World:
         lists: list[Any] | None = [None] * dist.get_world_size(self.data) if first else None
         dist.gather_object(list(values), lists, group_dst=0, group=self.data)
         return [one for each in lists for one in each] if lists is not None else list(values)
+
+    def exchanged(self, value: T) -> list[T]:
+        """The values of all data groups, in the order of the groups, on every rank. Raises like
+        `forge.rl.collectives.all_reduce`."""
+        if self.data is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self.data)
+        with lost_ranks():
+            dist.all_gather_object(values, value, group=self.data)
+        return values
 
 
 def make_world(shape: MeshShape, device: torch.device) -> World:

@@ -21,17 +21,21 @@ from services.trainer.checkpoint.files import Contents, named_tensors
 from services.trainer.checkpoint.reading import UNREADABLE, read_published
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.data.reading import ReadBatch
 from services.trainer.learner.model_replica import (
     Adopt,
     Capture,
     Examine,
     ModelReplica,
     Order,
+    OwnTrees,
     Read,
     StartOver,
     Take,
+    TakeRead,
 )
 from services.trainer.learner.rank_processes import Ranks
+from services.trainer.learner.reading_ranks import ReadChannel, Readers
 from services.trainer.weight_publisher import Snapshot
 
 
@@ -57,11 +61,23 @@ class DescribeRoutes:
     """Answered by the shape of the routes that the policy replays; None if it replays none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReaders:
+    """A batch could not be read because a rank is lost: start the ranks again if so."""
+
+
 class LearnerActor(ThreadActor):
     """Trains one policy."""
 
-    def __init__(self, config: TrainerConfig, checkpoints: CheckpointStore) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        checkpoints: CheckpointStore,
+        readers: Readers | None = None,
+    ) -> None:
+        """`readers` are needed with `read_from = "ranks"`."""
         self._config = config
+        self._readers = readers
         self._checkpoints = checkpoints
         self._ranks: Ranks | None = None
         self._kept: Mapping[str, Tensor] = {}
@@ -74,7 +90,9 @@ class LearnerActor(ThreadActor):
             if self._config.mesh_shape.ranks > 1:
                 self._ranks = Ranks(self._config)
             self._replica = ModelReplica(
-                self._config, world=self._ranks.world if self._ranks else None
+                self._config,
+                world=self._ranks.world if self._ranks else None,
+                trees=self._own_trees(),
             )
             self._check_checkpoint()
             self._replica.check()
@@ -82,17 +100,33 @@ class LearnerActor(ThreadActor):
             self.stopped()
             raise
 
+    def _own_trees(self) -> OwnTrees | None:
+        """Connects the readers to these ranks; None: rank 0 reads all."""
+        groups = self._ranks.reading if self._ranks is not None else None
+        if groups is None or groups.firsts is None or self._readers is None:
+            return None
+        self._readers.connect(ReadChannel(groups.firsts))
+        return OwnTrees(taken=self._readers.own.taken, peers=groups.peers)
+
     def stopped(self) -> None:
         """Ends the other ranks."""
+        if self._readers is not None:
+            self._readers.connect(None)
         if self._ranks is not None:
             self._ranks.close()
 
     def receive(self, message: Any) -> Any:
-        """Handles `Take`, `TakeSnapshot`, `Capture`, `Restore` and `DescribeRoutes`."""
+        """Handles `Take`, `TakeSnapshot`, `Capture`, `Restore`, `DescribeRoutes` and
+        `CheckReaders`."""
         match message:
+            case Take(plan=ReadBatch(number=batch), weight_version=version, keep=keep):
+                self._kept = {}
+                return self._order(TakeRead(batch=batch, weight_version=version, keep=keep))
             case Take():
                 self._kept = {}
                 return self._order(message)
+            case CheckReaders():
+                return self._check_readers()
             case TakeSnapshot(step=step, checkpoint=checkpoint):
                 kept = read_published(checkpoint) if checkpoint else self._kept
                 return self._snapshot(step, kept)
@@ -103,6 +137,11 @@ class LearnerActor(ThreadActor):
             case DescribeRoutes():
                 return self._replica.route_shape
         return super().receive(message)
+
+    def _check_readers(self) -> None:
+        """Raises `RankFailed`, which starts the ranks again, if one does not read any more."""
+        if self._readers is not None and self._ranks is not None and self._readers.broken:
+            self._ranks.fail(self._readers.broken)
 
     def _reading(self, order: Order) -> Any:
         """Read the weights, together with the other ranks if each has a part of them."""

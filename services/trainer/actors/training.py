@@ -27,12 +27,13 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
 from services.trainer.actors.checkpointing import CopyOut, Flush, Prune, Write
-from services.trainer.actors.learner import Restore
+from services.trainer.actors.learner import CheckReaders, Restore
 from services.trainer.actors.publications import Publications
 from services.trainer.actors.token_values import KeptTokenValues
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.data.batch_source import BatchSource, PreparedBatch
+from services.trainer.data.reading import ReadersLost
 from services.trainer.data.traced_calls import report_step
 from services.trainer.evaluation import Evaluator
 from services.trainer.learner.model_replica import Capture, Take
@@ -136,10 +137,17 @@ class Training(Actor):
             return False
         else:
             self._record.phase = pb.TRAINER_PHASE_WAITING
-            batch = await self._source.take_batch(wait_s=_BATCH_WAIT_S)
-            if batch is not None:
-                await self._train(batch)
+            await self._train_next()
         return True
+
+    async def _train_next(self) -> None:
+        try:
+            batch = await self._source.take_batch(wait_s=_BATCH_WAIT_S)
+        except ReadersLost:
+            await self._ask(CheckReaders())
+            raise
+        if batch is not None:
+            await self._train(batch)
 
     async def _resume(self) -> None:
         self._record.phase = pb.TRAINER_PHASE_LOADING
@@ -216,7 +224,7 @@ class Training(Actor):
         )
         for claim in batch.claims:
             await self._source.tombstone(claim, f"step {step} skipped: {result.skipped}")
-        _warn_of_barren_domains(batch, step)
+        step_metrics.warn_of_barren_domains(batch.samples, batch.claim.batch_id, step)
         metrics.show_skipped(batch.samples)
         self._consistent = True
         self._skipped += 1
@@ -249,7 +257,7 @@ class Training(Actor):
             earlier=self._record.steps,
         )
         self._warn(result, step, batch.claim.batch_id)
-        _warn_of_barren_domains(batch, step)
+        step_metrics.warn_of_barren_domains(batch.samples, batch.claim.batch_id, step)
         self._record.append(done)
         if batch.rollouts and step % self._config.logged_rollouts_every_steps == 0:
             self._record.show_rollouts(batch.rollouts)
@@ -381,17 +389,3 @@ class Training(Actor):
 
     def _now_s(self) -> float:
         return self._clock.now_s()
-
-
-def _warn_of_barren_domains(batch: PreparedBatch, step: int) -> None:
-    """Log a warning for each domain without a trained turn."""
-    for domain in batch.samples.barren_domains:
-        left_out = batch.samples.left_out.items()
-        log.warning(
-            "domain_not_trained",
-            step=step,
-            batch_id=batch.claim.batch_id,
-            domain=domain,
-            turns={reason: turns for (of, reason), turns in left_out if of == domain},
-            remedy="greedy turns: domain_sampling = override, or bound",
-        )

@@ -1,4 +1,4 @@
-"""Leases batches and prepares the next one (fetch, credit, plan) during the current step.
+"""Leases batches and lets the next one be read and planned during the current step.
 
 Owns the leases of batches: lease, renewal, commit and release; and the refill of a batch, which
 leases more groups in place of flat ones. One batch is prepared ahead of the one in training. Each
@@ -12,26 +12,20 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forge.client.scheduler import leads
 from forge.core.errors import ForgeError, NotFound, Unavailable
-from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
-from forge.runtime.tracing import is_tracing
-from forge.v1 import common_pb2, pool_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.logged_rollouts import LoggedRollout, logged_rollouts
-from services.trainer.data.samples import BatchSamples, build_samples
-from services.trainer.data.traced_calls import traced_calls
-from services.trainer.data.trajectory_fetch import TrajectoryFetch, Unreadable
-
-Planner = Callable[[Sequence[Sample]], BatchPlan]
+from forge.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.trainer.data.logged_rollouts import LoggedRollout
+from services.trainer.data.reading import BatchDraft, BatchReading, ReadBatch
+from services.trainer.data.samples import BatchSamples
+from services.trainer.data.trajectory_fetch import Unreadable
 
 _CALL_S = 30.0
 _LEASE_WAIT_S = 5.0
@@ -52,8 +46,6 @@ class SourceSettings:
     """Most groups of a batch that replace flat ones; 0: none does."""
     refill_wait_s: float = 0.0
     """Longest wait for them."""
-    logged_rollouts: int = 0
-    """Rollouts of a batch that are rows of a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +65,7 @@ class PreparedBatch:
     refills: tuple[Claim, ...] = ()
     """Claims of the groups that replace flat ones."""
     samples: BatchSamples
-    plan: BatchPlan
+    plan: BatchPlan | ReadBatch
     traceparents: tuple[str, ...] = ()
     """Contexts of the traced rollouts of the batch, one for each trace."""
     rollouts: tuple[LoggedRollout, ...] = ()
@@ -90,32 +82,20 @@ class PreparedBatch:
         return tuple(task_id for claim in self.claims for task_id in claim.task_ids)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Draft:
-    """A batch in preparation."""
-
-    claims: list[Claim] = field(default_factory=list)
-    groups: list[list[common_pb2.Trajectory]] = field(default_factory=list)
-
-
 class BatchSource:
     """Prepares batches, one ahead of training."""
 
     def __init__(
         self,
         scheduler: Remote[scheduler_pb2_grpc.SchedulerServiceStub],
-        pool: Remote[pool_pb2_grpc.PoolServiceStub],
+        reading: BatchReading,
         *,
-        plan: Planner,
-        rules: CreditRules,
         baselines_s: Callable[[], Mapping[str, float]],
         settings: SourceSettings,
     ) -> None:
         """`baselines_s` returns the usual completion time of each domain so far."""
         self._scheduler = scheduler
-        self._trajectories = TrajectoryFetch(pool, patience_s=settings.patience_s)
-        self._plan = plan
-        self._rules = rules
+        self._reading = reading
         self._baselines_s = baselines_s
         self._settings = settings
         self._names = itertools.cycle(f"{settings.trainer_id}#{slot}" for slot in range(2))
@@ -202,51 +182,49 @@ class BatchSource:
         await cancel_and_wait(*pending)
 
     async def _prepare(self, name: str, baselines_s: Mapping[str, float]) -> PreparedBatch:
-        draft = _Draft()
-        build = partial(build_samples, draft.groups, self._rules, baselines_s=baselines_s)
+        draft, claims = self._reading.begin(baselines_s), list[Claim]()
         try:
-            while not draft.claims:
+            while not claims:
                 lease = await self._lease(name, max_groups=self._settings.max_groups)
                 assert lease is not None, "this lease was awaited without a limit"
-                await self._claim(lease, draft)
-            samples = await asyncio.to_thread(build)
-            own = len(draft.groups)
-            until_s = asyncio.get_running_loop().time() + self._settings.refill_wait_s
-            for number in itertools.count(1):
-                missing = own - (samples.groups - samples.flat_groups)
-                left = self._settings.refill_groups - (len(draft.groups) - own)
-                if min(missing, left) < 1:
-                    break
-                lease = await self._lease(
-                    f"{name}.{number}",
-                    max_groups=min(missing, left),
-                    held=draft.claims,
-                    until_s=until_s,
-                )
-                if lease is None:
-                    break
-                await self._claim(lease, draft)
-                samples = await asyncio.to_thread(build)
-            samples = replace(samples, refill_groups=len(draft.groups) - own)
-            plan = await asyncio.to_thread(self._plan, samples.samples)
-            rollouts = await asyncio.to_thread(
-                logged_rollouts, draft.groups, self._settings.logged_rollouts
-            )
+                await self._claim(lease, draft, claims)
+            samples = await self._refilled(name, draft, claims)
+            planned = await draft.planned()
         except BaseException:
-            for claim in draft.claims:
+            for claim in claims:
                 claim.renewal.cancel()
             raise
-        first, *refills = draft.claims
+        first, *refills = claims
         return PreparedBatch(
             claim=first,
             refills=tuple(refills),
             samples=samples,
-            plan=plan,
-            rollouts=rollouts,
-            traceparents=traced_calls(draft.groups) if is_tracing() else (),
+            plan=planned.plan,
+            rollouts=planned.rollouts,
+            traceparents=planned.traceparents,
         )
 
-    async def _claim(self, lease: scheduler_pb2.LeaseBatchResponse, draft: _Draft) -> None:
+    async def _refilled(self, name: str, draft: BatchDraft, claims: list[Claim]) -> BatchSamples:
+        """The batch, with further groups in place of flat ones."""
+        samples, own = await draft.samples(), draft.groups
+        until_s = asyncio.get_running_loop().time() + self._settings.refill_wait_s
+        for number in itertools.count(1):
+            missing = own - (samples.groups - samples.flat_groups)
+            left = self._settings.refill_groups - (draft.groups - own)
+            if min(missing, left) < 1:
+                break
+            lease = await self._lease(
+                f"{name}.{number}", max_groups=min(missing, left), held=claims, until_s=until_s
+            )
+            if lease is None:
+                break
+            await self._claim(lease, draft, claims)
+            samples = await draft.samples()
+        return replace(samples, refill_groups=draft.groups - own)
+
+    async def _claim(
+        self, lease: scheduler_pb2.LeaseBatchResponse, draft: BatchDraft, claims: list[Claim]
+    ) -> None:
         """Add the leased groups to the draft, or tombstone those that the pool cannot read and
         return the others."""
         claim = Claim(
@@ -255,8 +233,8 @@ class BatchSource:
             renewal=self._renewing(lease),
         )
         try:
-            draft.groups.extend(await self._trajectories.fetch(lease.groups))
-            draft.claims.append(claim)
+            await draft.add(lease.groups)
+            claims.append(claim)
         except Unreadable as error:
             # The data is lost for good: train the other groups.
             groups = error.groups_among(lease.groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 from forge.client.conversations import conversations
@@ -35,12 +35,21 @@ def logged_rollouts(
     groups: Sequence[Sequence[pb.Trajectory]], most: int
 ) -> tuple[LoggedRollout, ...]:
     """Returns up to `most` rows: the first rollout of each group, then the second ones."""
-    by_rank = zip_longest(*groups) if most else ()
-    chosen = [one for rank in by_rank for one in rank if one is not None][:most]
-    return tuple(_row(one) for one in chosen)
+    places = logged_places([len(group) for group in groups], most)
+    return tuple(logged_row(groups[group][place]) for group, place in places)
 
 
-def _row(one: pb.Trajectory) -> LoggedRollout:
+def logged_places(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Group and place in it of each logged rollout, in order; `sizes` are those of the groups."""
+    by_rank = zip_longest(
+        *([(group, at) for at in range(size)] for group, size in enumerate(sizes))
+    )
+    chosen = (one for rank in by_rank for one in rank if one is not None)
+    return list(islice(chosen, most))
+
+
+def logged_row(one: pb.Trajectory) -> LoggedRollout:
+    """The row of a trajectory."""
     return LoggedRollout(
         trajectory_id=one.trajectory_id,
         domain=one.domain,

@@ -7,7 +7,7 @@ Owns retries and the search for trajectories that a shard cannot read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from forge.core.errors import DataLoss, ForgeError, NotFound
@@ -16,11 +16,39 @@ from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
-from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc, scheduler_pb2
+from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 
 _CALL_S = 30.0
 _SILENCE_S = 30.0
 """Longest pause in the middle of a fetch; a long fetch has no other deadline."""
+
+
+Find = Callable[[str], Awaitable[Any]]
+"""Returns the stub of a pool shard. Raises `Unavailable` if there is none."""
+
+
+def shard_in(pool: Remote[Any]) -> Find:
+    """Finds shards in discovery."""
+
+    async def find(shard: str) -> Any:
+        _, stub = await pool.pick(
+            where=lambda instance: instance.metadata.get("shard") == shard, timeout_s=_CALL_S
+        )
+        return stub
+
+    return find
+
+
+def addresses_in(pool: Remote[Any]) -> Callable[[str], Awaitable[tuple[str, ...]]]:
+    """Returns the addresses of a shard in discovery. Raises `Unavailable` if there are none."""
+    find = shard_in(pool)
+
+    async def addresses(shard: str) -> tuple[str, ...]:
+        await find(shard)
+        instances = pool.instances()
+        return tuple(one.address for one in instances if one.metadata.get("shard") == shard)
+
+    return addresses
 
 
 class Unreadable(Exception):
@@ -35,16 +63,16 @@ class Unreadable(Exception):
         return [
             group.group.task.task_id
             for group in groups
-            if any(trajectory_id in self.lost for trajectory_id in _sealed(group))
+            if any(trajectory_id in self.lost for trajectory_id in sealed_ids(group))
         ]
 
 
 class TrajectoryFetch:
     """Reads sealed trajectories, with a stream to each pool shard."""
 
-    def __init__(self, pool: Remote[pool_pb2_grpc.PoolServiceStub], *, patience_s: float) -> None:
+    def __init__(self, find: Find, *, patience_s: float) -> None:
         """`patience_s` is the longest wait for an unreachable shard."""
-        self._pool = pool
+        self._find = find
         self._patience_s = patience_s
 
     async def fetch(
@@ -54,20 +82,21 @@ class TrajectoryFetch:
         does not answer."""
         wanted: dict[str, list[str]] = {}
         for group in groups:
-            wanted.setdefault(group.group.pool_shard, []).extend(_sealed(group))
+            wanted.setdefault(group.group.pool_shard, []).extend(sealed_ids(group))
         lost: dict[str, str] = {}
         shards = await asyncio.gather(
-            *(self._fetch_shard(shard, ids, lost) for shard, ids in wanted.items())
+            *(self.fetch_shard(shard, ids, lost) for shard, ids in wanted.items())
         )
         if lost:
             raise Unreadable(lost)
         found = {key: value for shard in shards for key, value in shard.items()}
-        return [[found[trajectory_id] for trajectory_id in _sealed(group)] for group in groups]
+        return [[found[trajectory_id] for trajectory_id in sealed_ids(group)] for group in groups]
 
-    async def _fetch_shard(
+    async def fetch_shard(
         self, shard: str, trajectory_ids: Sequence[str], lost: dict[str, str]
     ) -> dict[str, common_pb2.Trajectory]:
-        """Fetch all trajectories, with a new stream after each failure for those still missing.
+        """Fetch all trajectories of one shard, with a new stream after each failure for those
+        still missing.
 
         Unreadable trajectories are entered in `lost`; the others are fetched nevertheless.
         """
@@ -97,9 +126,7 @@ class TrajectoryFetch:
     async def _stream(
         self, shard: str, trajectory_ids: Sequence[str], found: dict[str, common_pb2.Trajectory]
     ) -> None:
-        _, stub = await self._pool.pick(
-            where=lambda instance: instance.metadata.get("shard") == shard, timeout_s=_CALL_S
-        )
+        stub = await self._find(shard)
         request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=trajectory_ids)
         joiner = Joiner()
         # The stub's own type knows only blocking streams.
@@ -110,7 +137,8 @@ class TrajectoryFetch:
                 found[response.trajectory_id] = common_pb2.Trajectory.FromString(whole)
 
 
-def _sealed(group: scheduler_pb2.BatchGroup) -> list[str]:
+def sealed_ids(group: scheduler_pb2.BatchGroup) -> list[str]:
+    """The ids of a group's sealed trajectories, in rollout order."""
     return [
         summary.trajectory_id
         for summary in group.trajectories

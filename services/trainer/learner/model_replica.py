@@ -7,7 +7,7 @@ them to the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
@@ -23,6 +24,7 @@ from forge.rl.device import device_of
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.group_plans import GroupPlan, group_plans
 from forge.rl.learner.learner import Learner
+from forge.rl.learner.own_plans import joined_plan
 from forge.rl.learner.tree_tokens import Reference
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
@@ -33,6 +35,7 @@ from forge.runtime.weights import WeightProbe
 from forge.runtime.weights.segments import cut
 from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
+from services.trainer.data.reading import ReadBatch
 from services.trainer.learner.replica_state import ReplicaState
 from services.trainer.learner.sharded_start import empty_model, fill_shards
 from services.trainer.model.full_weights import Trainee, load_model
@@ -93,7 +96,7 @@ class Capture:
 class Take:
     """Take one step on a batch; answered by a StepResult."""
 
-    plan: BatchPlan
+    plan: BatchPlan | ReadBatch
     """If it has no trees, the rank plans them itself."""
     weight_version: int
     keep: tuple[int, ...] = ()
@@ -108,20 +111,45 @@ class TakePart:
     weight_version: int
 
 
-Order = StartOver | Adopt | Take | TakePart | Examine | Read | Capture
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeRead:
+    """Take one step on a batch that the ranks have read; answered by a StepResult."""
+
+    batch: int
+    """Its number."""
+    weight_version: int
+    keep: tuple[int, ...] = ()
+    """As in `Take`; rank 0 alone needs it."""
+
+
+Order = StartOver | Adopt | Take | TakePart | TakeRead | Examine | Read | Capture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTrees:
+    """Where a rank finds the trees of a batch that the ranks have read."""
+
+    taken: Callable[[int], Sequence[BatchPlan]] | None
+    """Returns the plan of each update of a batch; None on ranks that do not read."""
+    peers: dist.ProcessGroup | None
+    """All ranks of the data group, if there are several."""
 
 
 class ModelReplica:
     """Model and optimizer of one rank. Not thread-safe."""
 
-    def __init__(self, config: TrainerConfig, *, world: World | None = None) -> None:
-        """Begins with the starting weights. The ranks of `world` must get the same orders.
+    def __init__(
+        self, config: TrainerConfig, *, world: World | None = None, trees: OwnTrees | None = None
+    ) -> None:
+        """Begins with the starting weights. The ranks of `world` must get the same orders; `trees`
+        are needed for `TakeRead`.
 
         Raises `ConfigError` for a device that does not exist, and for a model that cannot be
         sharded.
         """
         self._config = config
         self._world = world or World()
+        self._trees = trees
         self._model_path = Path(config.model_path)
         self._device = device_of(config.device, rank=local_rank(self._world.rank))
         self._start_over()
@@ -190,6 +218,8 @@ class ModelReplica:
                 return self._take(order)
             case TakePart(part=part, weight_version=weight_version):
                 return self._learner.step(part.plan(), weight_version=weight_version)
+            case TakeRead():
+                return self._take_read(order)
             case Read(probe_only=probe_only, number=number):
                 copies = {} if probe_only else dict(self.published(divided=number > 0))
                 return copies, self.probe()
@@ -296,16 +326,23 @@ class ModelReplica:
     def parts(self, order: Take) -> list[TakePart]:
         """The order of each data group, which then gets its own trees alone; none if the groups
         need the samples of all, to retry a batch after a shortage of memory."""
-        if not self._world.shape.sharded:
+        if not self._world.shape.sharded or isinstance(order.plan, ReadBatch):
             return []
         parts = group_plans(order.plan, self._learner.policy)
         return [TakePart(part=one, weight_version=order.weight_version) for one in parts]
 
     def _take(self, order: Take) -> StepResult:
         plan = order.plan
+        assert isinstance(plan, BatchPlan), "the order of a read batch is `TakeRead`"
         assert plan.route_shape == self.route_shape, "the plan has the experts to replay"
         if not plan.trees:  # with the same budget all ranks plan the same trees
             plan = self._learner.plan(plan.samples, token_budget=plan.token_budget)
+        return self._learner.step(plan, weight_version=order.weight_version, keep=order.keep)
+
+    def _take_read(self, order: TakeRead) -> StepResult:
+        assert self._trees is not None, "ranks have read a batch"
+        own = self._trees.taken(order.batch) if self._trees.taken is not None else None
+        plan = joined_plan(own, self._learner.policy, peers=self._trees.peers)
         return self._learner.step(plan, weight_version=order.weight_version, keep=order.keep)
 
     def published(self, *, divided: bool = False) -> Iterator[tuple[str, Tensor]]:

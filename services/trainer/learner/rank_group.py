@@ -31,7 +31,7 @@ from forge.rl.parallel.world import World, make_world
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.heartbeats import end_rank
 
-_FOREVER = timedelta(days=3650)
+FOREVER = timedelta(days=3650)
 """A rank of a group waits for its next order without a limit; heartbeats notice a lost rank."""
 _LOOK_S = 0.05
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -107,7 +107,7 @@ def join_torchrun(config: TrainerConfig) -> tuple[World, Store]:
         meeting.awaits = f"connections between them are missing; see {_INTERFACE}"
         world, store = _group(config, store, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
         # NCCL connects in the first exchange, for which one rank may load its weights much longer.
-        store.set_timeout(_FOREVER)
+        store.set_timeout(FOREVER)
         return world, store
 
 
@@ -158,5 +158,5 @@ def _group(
         timeout=timedelta(seconds=config.mesh.join_s),
     )
     world = make_world(shape, device)
-    _set_pg_timeout(_FOREVER)
+    _set_pg_timeout(FOREVER)
     return world, store

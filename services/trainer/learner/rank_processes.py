@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from forge.core.errors import ForgeError
 from forge.rl.collectives import RankLost, lost_ranks
+from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.parallel.world import World
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.checkpoint.files import named_tensors
@@ -41,11 +42,14 @@ from services.trainer.learner.model_replica import (
     Capture,
     ModelReplica,
     Order,
+    OwnTrees,
     Read,
     Take,
     TakePart,
+    TakeRead,
 )
 from services.trainer.learner.rank_group import announcement, join, join_torchrun
+from services.trainer.learner.reading_ranks import RankReader, ReadingGroups, reading_groups
 from services.trainer.learner.segment_orders import SegmentRanks
 from services.trainer.learner.segment_server import SegmentCopy, SegmentServer
 from services.trainer.learner.shared_save import PartWriter, SharedSave
@@ -95,6 +99,10 @@ class Ranks:
             cp=self.world.shape.cp,
             tp=self.world.shape.tp,
         )
+        self.reading: ReadingGroups | None = None
+        """The groups of the ranks that read batches; None: rank 0 reads all."""
+        if config.read_from == "ranks":
+            self.reading = reading_groups(self.world, config)
         self.segments: SegmentRanks | None = None
         """The ranks that hold segments of the published weights; None: rank 0 holds all."""
         if config.publish_from == "ranks":
@@ -141,7 +149,10 @@ class Ranks:
 
     def send(self, order: Order) -> None:
         """Send an order to all other ranks. Raises `RankFailed`."""
-        if isinstance(order, Take):  # each rank plans the trees: they are much larger than the ids
+        if isinstance(order, TakeRead):
+            order = replace(order, keep=())
+        if isinstance(order, Take) and isinstance(order.plan, BatchPlan):
+            # Each rank plans the trees: they are much larger than the ids.
             order = replace(order, plan=replace(order.plan, trees=(), mini_batches=()), keep=())
         self._broadcast(order)
 
@@ -179,9 +190,13 @@ class Ranks:
         try:
             yield
         except RankLost as consequence:
-            cause = self._cause() or str(consequence)
-            report_failure(cause)
-            raise RankFailed(cause) from consequence
+            self.fail(str(consequence), consequence)
+
+    def fail(self, because: str, consequence: BaseException | None = None) -> NoReturn:
+        """Raises `RankFailed` with the cause, or with `because` if the cause is unknown."""
+        cause = self._cause() or because
+        report_failure(cause)
+        raise RankFailed(cause) from consequence
 
     def _cause(self) -> str:
         """The error of the rank that failed first, or the exit code of a dead one; "" if neither
@@ -273,10 +288,22 @@ def _obey(config: TrainerConfig, world: World, store: Store) -> None:
     """Carry out orders until rank 0 closes its connection. Raises `RankLost` when another rank is
     lost during an order."""
     # First: wrong files and a port in use are known before the model is loaded.
+    trees = _own_trees(config, world)
     with _serving_segments(store, config, rank=world.rank) as segments:
-        replica = ModelReplica(config, world=world)
+        replica = ModelReplica(config, world=world, trees=trees)
         replica.check()
         _obey_orders(replica, world, PartWriter(store, rank=world.rank), segments)
+
+
+def _own_trees(config: TrainerConfig, world: World) -> OwnTrees | None:
+    """Starts to read if this rank is the first of its data group; None: rank 0 reads all."""
+    if config.read_from != "ranks":
+        return None
+    groups = reading_groups(world, config)
+    if groups.firsts is None:
+        return OwnTrees(taken=None, peers=groups.peers)
+    reading = RankReader(groups.firsts, config, rank=world.rank)
+    return OwnTrees(taken=reading.reader.taken, peers=groups.peers)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import PolicyStats
+from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.data.samples import BatchSamples
 
@@ -160,6 +161,19 @@ def _time_metrics(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> pb.Ste
         lost_s=lost_s(times, earlier),
         run_s=times.run_s,
     )
+
+
+def warn_of_barren_domains(batch: BatchSamples, batch_id: str, step: int) -> None:
+    """Log a warning for each domain without a trained turn."""
+    for domain in batch.barren_domains:
+        log.warning(
+            "domain_not_trained",
+            step=step,
+            batch_id=batch_id,
+            domain=domain,
+            turns={reason: turns for (of, reason), turns in batch.left_out.items() if of == domain},
+            remedy="greedy turns: domain_sampling = override, or bound",
+        )
 
 
 def lost_s(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> float:

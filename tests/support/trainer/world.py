@@ -15,7 +15,7 @@ from forge.rl.losses.stats import PolicyStats
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from services.trainer.actors.checkpointing import Flush, Prune, Write
-from services.trainer.actors.learner import Restore, TakeSnapshot
+from services.trainer.actors.learner import CheckReaders, Restore, TakeSnapshot
 from services.trainer.actors.training import Advance, Training
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import CheckpointSettings, TrainerConfig
@@ -99,6 +99,9 @@ class FakeLearner(Actor):
                 return Snapshot(step=step, tensors=[])
             case Capture():
                 world.spend("capture")
+                return None
+            case CheckReaders():
+                world.do("check_readers")
                 return None
             case Restore():
                 world.do("restore")

@@ -109,6 +109,8 @@ TEACHER = "--teacher-path=there --objective.teacher-coef=1"
         ("--ranks=2 --mesh.tp=2 --mtp.heads=1", "mtp.heads = 1 .*mesh.tp = 2: .*mesh.dp_shard"),
         ("--ranks=2 --mesh.tp=2 --optimizer.name=muon", "optimizer.name = muon .*mesh.tp = 2"),
         ("--ranks=4 --mesh.tp=3", "mesh.tp = 3 is not allowed with 4 ranks: the mesh has 3"),
+        ("--read-from=ranks --ranks=2", "read_from = ranks .*mesh.dp_shard = 1: ranks with whole"),
+        ("--rank-token-file=t", "rank_token_file = 't' .*read_from = rank_0"),
         ("--token-values.max-mib=1 --token-values.tokens-per-step=99000", "max_mib = 1: a token"),
     ],
 )

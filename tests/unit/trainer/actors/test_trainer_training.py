@@ -15,6 +15,7 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint
 from services.trainer.checkpoint.history import Entry
 from services.trainer.checkpoint.store import Checkpoint
+from services.trainer.data.reading import ReadersLost
 from services.trainer.weight_publisher import Superseded
 from tests.support.trainer.world import (
     Run,
@@ -51,6 +52,16 @@ async def test_step_is_committed_before_it_is_published_and_saved(run: Run) -> N
     assert (run.record.step, run.record.checkpoint_step, run.record.weight_version) == (3, 3, 5)
     assert run.record.status().oldest_checkpoint_step == 3
     assert await run.advance() == []
+
+
+async def test_lost_reader_is_told_to_the_learner(run: Run) -> None:
+    """Which starts the ranks again, if one is lost; the batch is then read again."""
+    await run.advance()
+    run.world.faults["take"] = ReadersLost("rank 1")
+    with pytest.raises(ReadersLost):
+        await run.advance()
+    assert run.world.events == ["take fails", "check_readers"]
+    assert await run.advance() == ["take", "prepare", "step", "commit 1", "publish 1"]
 
 
 async def test_log_prob_gap_above_the_alarm_is_one_warning_per_step(run: Run) -> None:

@@ -21,6 +21,8 @@ from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from services.trainer.data import trajectory_fetch
 from services.trainer.data.batch_source import BatchSource, SourceSettings
 from services.trainer.data.credit_rules import CreditRules
+from services.trainer.data.reading import LocalReading
+from services.trainer.data.trajectory_fetch import TrajectoryFetch, shard_in
 from tests.support.pool.records import make_reward, make_turn
 
 RULES = CreditRules(weights=RewardWeights())
@@ -149,11 +151,14 @@ class Cluster:
         self.scheduler: Any = FakeScheduler()
         self.pool: Any = FakePool()
         self.baselines_s: dict[str, float] = {}
-        self.source = BatchSource(
-            self.scheduler,
-            self.pool,
+        reading = LocalReading(
+            fetch=TrajectoryFetch(shard_in(self.pool), patience_s=60.0),
             plan=lambda samples: BatchPlan(trees=(), plan_s=float(len(samples))),
             rules=replace(RULES, drop_flat_groups=refill_groups > 0),
+        )
+        self.source = BatchSource(
+            self.scheduler,
+            reading,
             baselines_s=lambda: self.baselines_s,
             settings=SourceSettings(
                 trainer_id="trainer",

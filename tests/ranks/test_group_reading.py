@@ -1,0 +1,124 @@
+"""Ranks that each read the groups of their data group, with a scheduler and a pool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from forge.runtime.security.issued_tokens import claims_for
+from forge.runtime.security.tokens import Keyring
+from tests.ranks.test_torchrun_trainer import ranks_of
+from tests.support.rl.torchrun import torchrun
+from tests.support.runtime.waiting import until
+from tests.support.scheduler.cluster import assert_counts_balance
+from tests.support.trainer.process import START_S
+from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, until_finished
+
+pytestmark = pytest.mark.timeout(1800)
+CASES = 6
+LIMITS = {"fp64": 1e-10, "fp32": 2e-6}
+"""Of loss and gradients, and of statistics, whose columns are float32."""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All cases of all meshes of that many ranks; four ranks read with a token of their own."""
+    key = tmp_path_factory.mktemp("reading") / "key"
+    keyring = Keyring.generate(key)
+    if request.param == 4:
+        key.with_suffix(".token").write_text(keyring.sign(claims_for("rank", "ranks")))
+    return torchrun(request.param, "tests.support.trainer.readings", str(key), timeout_s=1500)
+
+
+def test_batch_read_by_ranks_is_that_of_rank_0(found: dict[str, Any]) -> None:
+    """Loss, every gradient, statistics, token values and rows of the table; unequal groups, fewer
+    groups than data groups, mini-batches, credit over the batch, and trajectories in several
+    trees."""
+    for kind, limit in LIMITS.items():
+        errors = {case: error for case, error in found.items() if f" {kind} " in case}
+        assert len(errors) in (CASES, 3 * CASES)
+        assert not {case: error for case, error in errors.items() if not error <= limit}
+
+
+def test_read_that_fails_on_a_rank_fails_on_rank_0(found: dict[str, Any]) -> None:
+    """No rank waits for it: the error is that of the rank, and the next batch is read."""
+    raised = {case: line for case, line in found.items() if isinstance(line, str)}
+    away = [line for case, line in raised.items() if case.endswith("shard away")]
+    erased = [line for case, line in raised.items() if case.endswith("erased")]
+    assert len(away) == len(erased) > 0
+    assert all(line.startswith("Unavailable") and "data group" in line for line in away), away
+    expected = "Unreadable ['unequal groups-2:1:0']"
+    assert all(line.startswith(expected) and "erased" in line for line in erased), erased
+
+
+@pytest.fixture
+def ended_ranks(stack: Stack) -> Iterator[None]:
+    """Leaves no rank behind."""
+    yield
+    process = stack.trainer.process
+    if process is not None:
+        started = ranks_of(stack.trainer)
+        process.kill()  # first: it would restart the ranks, which hold its stderr open
+        for each in started.values():
+            each.kill()
+
+
+async def test_killed_reader_costs_no_group(
+    stack: Stack, tmp_path: Path, ended_ranks: None
+) -> None:
+    """The ranks start again from the checkpoint and read its batches again; every group counts
+    once. The rank reads with a token that allows nothing else."""
+    token = tmp_path / "rank.token"
+    token.write_text(stack.cluster.keyring.sign(claims_for("rank", "ranks")))
+    settings = {
+        "max_steps": 5,
+        "checkpoint__every_steps": 2,
+        "mesh__dp_shard": 2,
+        "read_from": "ranks",
+        "rank_token_file": token,
+    }
+    stack.trainer.start_torchrun(2, **settings)
+    await stack.feed(0, 3 * GROUPS_PER_STEP)
+    third = await stack.client.until_step(3)
+    assert (third.groups, third.trajectories) == (GROUPS_PER_STEP, 2 * GROUPS_PER_STEP)
+
+    async def saved() -> bool:
+        return (await stack.client.status()).checkpoint_step == 2
+
+    await until(saved, limit_s=START_S)
+    before = ranks_of(stack.trainer)
+    os.kill(before[1].pid, signal.SIGKILL)
+    _, left = await asyncio.to_thread(psutil.wait_procs, list(before.values()), START_S)
+    assert not left, "torchrun ends the other rank"
+
+    await stack.feed(3 * GROUPS_PER_STEP, 2 * GROUPS_PER_STEP)
+    status = await until_finished(stack.client)
+    assert status.step == 5
+    assert sorted((await stack.trained()).values()) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert stack.trainer.logged("rewound")[-1]["step"] == 2
+    assert [one["rank"] for one in stack.trainer.logged("rank_reads")] == [1, 1]
+    assert_counts_balance(await stack.cluster.status())
+
+
+async def test_killed_child_reader_is_started_again(stack: Stack) -> None:
+    """While the trainer waits for groups no step notices the lost rank: the next read does."""
+    settings = {"max_steps": 2, "mesh__dp_shard": 2, "read_from": "ranks", "ranks": 2}
+    stack.trainer.start(checkpoint__every_steps=1, **settings)
+    await stack.feed(0, GROUPS_PER_STEP)
+    await stack.client.until_step(1)
+    assert stack.trainer.process is not None
+    (pids, *_) = (one["pids"] for one in stack.trainer.logged("ranks_started"))
+    os.kill(pids[0], signal.SIGKILL)
+    await stack.feed(GROUPS_PER_STEP, GROUPS_PER_STEP)
+    status = await until_finished(stack.client)
+    assert status.step == 2
+    assert sorted((await stack.trained()).values()) == [1, 1, 2, 2]
+    assert_counts_balance(await stack.cluster.status())
+    assert len(stack.trainer.logged("ranks_started")) == 2
