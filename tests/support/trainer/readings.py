@@ -15,18 +15,15 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from forge.core.credit.advantages import AdvantageRules
-from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import ForgeError, NotFound
-from forge.rl.config import LearnerConfig, ObjectiveConfig
+from forge.rl.config import LearnerConfig
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.group_plans import group_plans
 from forge.rl.learner.learner import Learner
@@ -40,10 +37,9 @@ from forge.runtime.rpc.chunks import split
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
-from forge.v1 import common_pb2, pool_pb2, pool_pb2_grpc, scheduler_pb2
+from forge.v1 import pool_pb2, pool_pb2_grpc
 from services.pool.service import FULL_NAME, SCOPES
 from services.trainer.config import TrainerConfig
-from services.trainer.data.credit_rules import CreditRules
 from services.trainer.data.divided_reading import DividedReading, ReadingSettings
 from services.trainer.data.group_reader import GroupReader
 from services.trainer.data.read_orders import PlanSettings
@@ -57,99 +53,13 @@ from services.trainer.learner.reading_ranks import (
     reading_groups,
 )
 from services.trainer.mesh import MeshSettings
-from tests.support.pool.records import make_reward, make_turn
-from tests.support.rl.models import tiny_model
+from tests.support.rl.models import tiny_model, wide_norms
+from tests.support.trainer.reading_cases import CASES, Case, groups_of, leased
 
 MESHES = {2: ["1x2x1"], 4: ["1x4x1", "2x2x1", "1x2x2"]}
 """Meshes by number of ranks: dp_replicate x dp_shard x cp."""
 BUDGET = 24
 CHANNELS = 16
-PLAIN = CreditRules(weights=RewardWeights())
-GSPO = ObjectiveConfig(algorithm="gspo", ratio_level="trajectory")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A batch and its rules."""
-
-    sizes: tuple[int, ...] = (4, 1, 3, 2, 2)
-    """Rollouts of each group."""
-    rules: CreditRules = PLAIN
-    mini_batches: int = 1
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-
-
-CASES = {
-    "unequal groups": Case(),
-    "one group": Case(sizes=(3,)),
-    "mini-batches": Case(mini_batches=2),
-    "spread of domains": Case(
-        rules=replace(PLAIN, advantages=AdvantageRules(baseline="batch_mean", spread="domain"))
-    ),
-    "flat groups left out": Case(rules=replace(PLAIN, drop_flat_groups=True)),
-    "ratios of trajectories": Case(objective=GSPO),
-}
-
-
-def trajectory(task: str, rollout: int, rng: Random, *, flat: bool) -> common_pb2.Trajectory:
-    """Up to three turns below a prompt that the group shares."""
-    name = f"{task}:{rollout}:0"
-    shared = Random(task)
-    prompt = [shared.randrange(13) for _ in range(6)]
-    turns, length = [], 0
-    for index in range(1 + rollout % 3):
-        sampled = [rng.randrange(13) for _ in range(2 + rng.randrange(4))]
-        turn = make_turn(
-            *(name, index),
-            prefix=length,
-            prompt=prompt if not index else [rng.randrange(13)],
-            sampled=sampled,
-            version=1 + rng.randrange(3),
-        )
-        length += (len(prompt) if not index else 1) + len(sampled)
-        turns.append(turn)
-    value = 1.0 if flat else rng.random()
-    domain = f"d{Random(task).randrange(2)}"
-    return common_pb2.Trajectory(
-        trajectory_id=name,
-        task_id=task,
-        domain=domain,
-        turns=turns,
-        rewards=[make_reward(value=value)],
-    )
-
-
-def groups_of(name: str) -> list[list[common_pb2.Trajectory]]:
-    """The groups of a case; the last one is flat."""
-    rng, sizes = Random(name), CASES[name].sizes
-    return [
-        [
-            trajectory(f"{name}-{number}", at, rng, flat=0 < number == len(sizes) - 1)
-            for at in range(size)
-        ]
-        for number, size in enumerate(sizes)
-    ]
-
-
-def leased(groups: Sequence[Sequence[common_pb2.Trajectory]]) -> list[scheduler_pb2.BatchGroup]:
-    """As the scheduler leases them, each on a pool shard of its own."""
-    return [
-        scheduler_pb2.BatchGroup(
-            group=common_pb2.GroupRecord(
-                task=common_pb2.Task(task_id=group[0].task_id), pool_shard=f"s{number}"
-            ),
-            trajectories=[
-                common_pb2.TrajectorySummary(
-                    trajectory_id=one.trajectory_id,
-                    state=common_pb2.TRAJECTORY_STATE_SEALED,
-                    prompt_tokens=sum(len(turn.prompt_ids) // 4 for turn in one.turns),
-                    sampled_tokens=sum(len(turn.sampled.ids) // 4 for turn in one.turns),
-                )
-                for one in group
-            ],
-        )
-        for number, group in enumerate(groups)
-    ]
 
 
 class Pool(pool_pb2_grpc.PoolServiceServicer):
@@ -415,7 +325,8 @@ async def main() -> None:
         rank = Rank.of(mesh, key, told[0])
         for name in CASES:
             # Threads: rank 0 serves meanwhile.
-            of_gradient, of_statistics = await beside(case_errors(rank, name))
+            with wide_norms():
+                of_gradient, of_statistics = await beside(case_errors(rank, name))
             found[f"{mesh} fp64 {name}"] = of_gradient
             found[f"{mesh} fp32 {name}"] = of_statistics
         if pool is not None:
