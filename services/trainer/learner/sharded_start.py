@@ -144,16 +144,16 @@ def _send(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         whole = source[name] if source else torch.empty(tensor.shape, dtype=tensor.dtype)
         sent = whole.to(tensor.device)
-        is_divided = isinstance(tensor, DTensor)
+        divided = tensor if isinstance(tensor, DTensor) else None
         # Rank 0 is in one of several meshes where parts of a layer (`mesh.tp`) share a tensor.
-        scatters = is_divided and tensor.device_mesh.size() == ranks
+        scatters = divided is not None and divided.device_mesh.size() == ranks
         if not scatters:
             dist.broadcast(sent, src=0)
-        if is_divided:
+        if divided is not None:
             sent = distribute_tensor(
                 sent,
-                tensor.device_mesh,
-                tensor.placements,
+                divided.device_mesh,
+                divided.placements,
                 src_data_rank=0 if scatters else None,
             )
         local(tensor).copy_(local(sent))
