@@ -131,15 +131,16 @@ async def test_branches_and_moved_requests_continue_from_kept_states(
 
 
 async def test_states_travel_behind_the_blocks_of_an_early_hand_off(model_path: Path) -> None:
-    """Between real servicers: once, before the block that ends the prompt."""
+    """Between real servicers: once, before the block that ends the prompt; so do the experts."""
     ids, model = prompt_ids(200), reference("qwen3_next")
     async with engines.embedded(model_path, pass_tokens=64) as pair, joined(pair) as workers:
         await pair.load(published(model), version=1)
         answer = await workers.sample(ids)
         assert engines.is_greedy(model, ids, answer.ids)
-        *blocks, states, last = workers.sender.sent
+        *blocks, states, experts, last = workers.sender.sent
         assert blocks and all(block.slice.name == "kv" for block in blocks)
         assert (states.slice.name, states.slice.whole_bytes) == ("recurrent", STATE_BYTES)
+        assert experts.slice.name == "experts"
         assert last.HasField("first")
 
 
