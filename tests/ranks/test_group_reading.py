@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import pytest
 
 from forge.runtime.security.issued_tokens import claims_for
 from forge.runtime.security.tokens import Keyring
-from tests.ranks.test_torchrun_trainer import ranks_of
 from tests.support.rl.torchrun import torchrun
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import assert_counts_balance
-from tests.support.trainer.process import START_S
+from tests.support.trainer.process import START_S, ranks_of
 from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, until_finished
 
 pytestmark = pytest.mark.timeout(1800)
@@ -58,21 +56,8 @@ def test_read_that_fails_on_a_rank_fails_on_rank_0(found: dict[str, Any]) -> Non
     assert all(line.startswith(expected) and "erased" in line for line in erased), erased
 
 
-@pytest.fixture
-def ended_ranks(stack: Stack) -> Iterator[None]:
-    """Leaves no rank behind."""
-    yield
-    process = stack.trainer.process
-    if process is not None:
-        started = ranks_of(stack.trainer)
-        process.kill()  # first: it would restart the ranks, which hold its stderr open
-        for each in started.values():
-            each.kill()
-
-
-async def test_killed_reader_costs_no_group(
-    stack: Stack, tmp_path: Path, ended_ranks: None
-) -> None:
+@pytest.mark.usefixtures("ended_ranks")
+async def test_killed_reader_costs_no_group(stack: Stack, tmp_path: Path) -> None:
     """The ranks start again from the checkpoint and read its batches again; every group counts
     once. The rank reads with a token that allows nothing else."""
     token = tmp_path / "rank.token"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -13,34 +12,10 @@ import pytest
 
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import assert_counts_balance
-from tests.support.trainer.process import START_S, TrainerProcess
+from tests.support.trainer.process import START_S, ranks_of
 from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, until_finished
 
-pytestmark = pytest.mark.timeout(1200)
-
-
-@pytest.fixture(autouse=True)
-def ended_ranks(stack: Stack) -> Iterator[None]:
-    """Leaves no rank behind."""
-    yield
-    process = stack.trainer.process
-    if process is not None:
-        started = ranks_of(stack.trainer)
-        process.kill()  # first: it would restart the ranks, which hold its stderr open
-        for each in started.values():
-            each.kill()
-
-
-def ranks_of(trainer: TrainerProcess) -> dict[int, psutil.Process]:
-    """The processes that torchrun runs now, by rank."""
-    assert trainer.process is not None
-    found: dict[int, psutil.Process] = {}
-    if trainer.process.poll() is not None:
-        return found
-    for child in psutil.Process(trainer.process.pid).children():
-        if (rank := child.environ().get("RANK")) is not None:
-            found[int(rank)] = child
-    return found
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("ended_ranks")]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from forge.core.errors import Unavailable
@@ -210,3 +211,15 @@ class TrainerClient:
                 if whole is not None:
                     tensors.append(common_pb2.Tensor.FromString(whole))
         return tensors
+
+
+def ranks_of(trainer: TrainerProcess) -> dict[int, psutil.Process]:
+    """The processes that torchrun runs now, by rank."""
+    assert trainer.process is not None
+    found: dict[int, psutil.Process] = {}
+    if trainer.process.poll() is not None:
+        return found
+    for child in psutil.Process(trainer.process.pid).children():
+        if (rank := child.environ().get("RANK")) is not None:
+            found[int(rank)] = child
+    return found
