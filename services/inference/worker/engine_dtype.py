@@ -1,10 +1,10 @@
-"""The type of a worker's model: the meaning of the setting `dtype`."""
+"""The type of a worker's model: the meaning of the setting `dtype`.
+
+torch is imported when it is asked: the environments of other engines have versions of their own.
+"""
 
 from __future__ import annotations
 
-import torch
-
-from forge.rl.model.precision import computes_bfloat16
 from forge.runtime.settings.model_config import stored_type
 
 
@@ -15,6 +15,10 @@ def engine_dtype(setting: str, *, device: str) -> str:
     """
     if setting != "device":
         return setting
+    import torch
+
+    from forge.rl.model.precision import computes_bfloat16
+
     return "bfloat16" if computes_bfloat16(torch.device(device)) else "float32"
 
 
