@@ -103,7 +103,7 @@ async def test_follower_absent_longer_than_the_journal_copies_everything(node, m
         put_groups(a.store, make_group(f"t{index}", index))
     assert a.state().journal_bytes <= 500
     assert catching_up(a, b).way == "copy"
-    with pytest.raises(FailedPrecondition, match="forgotten commit"):
+    with pytest.raises(FailedPrecondition, match="no longer has commit"):
         a.store.read(lambda records: keys_changed(records, after=1, up_to=50))
     async with linked(a, b) as link:
         await link.reached(a.state().position)

@@ -152,7 +152,7 @@ def test_numbers_in_arguments_are_not_rounded() -> None:
         ([heard(use())], r"messages\[0\].content\[0\].*'tool_use'"),
         ([USER, said(result("x")), USER], r"messages\[1\].content\[0\].*'tool_result'"),
         ([said(use(input="x")), USER], "object as its input"),
-        ([said(use(name="")), USER], "has a name"),
+        ([said(use(name="")), USER], "must have a name"),
         ([heard(result("x", tool_use_id=""))], "tool_use_id"),
         ([heard(result({}))], "text or blocks of text"),
         ([heard({"type": "text"})], "needs its text"),

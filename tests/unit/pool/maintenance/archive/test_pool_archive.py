@@ -269,7 +269,7 @@ def test_damaged_segment_frees_nothing(store: PoolStore, url: str) -> None:
     files, path = fsspec.core.url_to_fs(url)
     (name,) = [each for each in files.find(path) if each.endswith(".segment")]
     files.rm_file(name)
-    with pytest.raises(DataLoss, match="is not there"):
+    with pytest.raises(DataLoss, match="is missing"):
         found_freeable(store, url)
 
 
