@@ -276,7 +276,7 @@ class WorkerStreamRequest(_message.Message):
 
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Request ids of Prefills whose keys and values nobody will fetch, as of ReleaseKv."""
+        """Request ids of Prefills to release, as by ReleaseKv."""
 
     def __init__(
         self,

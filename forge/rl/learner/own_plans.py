@@ -46,7 +46,7 @@ def joined_plan(
     """The step of all data groups on a batch, with the trees of this rank's group.
 
     All ranks call it. `own` has the group's plan of each update; `peers` are all ranks of the
-    group, of which the first alone has plans. Raises like `forge.rl.collectives.all_reduce`.
+    group; only the first one has plans. Raises like `forge.rl.collectives.all_reduce`.
     """
     plans = _of_group(own, peers)
     arranged = [[policy.arranged(tree) for tree in plan.trees] for plan in plans]

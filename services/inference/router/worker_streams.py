@@ -60,7 +60,7 @@ class WorkerStreams:
         return stub.Decode(request, timeout=timeout_s)
 
     def release(self, worker: Worker, request_id: str, *, session_id: str) -> None:
-        """Let a worker drop a prompt that nobody will fetch; without it, it does after `hold_s`."""
+        """Let a worker drop a held prompt now; otherwise it drops the prompt after `hold_s`."""
         if worker.serves_stream:
             stream = self._streams.get(worker.address)
             # With the stream of its Prefill the prompt is gone.

@@ -75,7 +75,7 @@ class EngineOutput:
                     return True
                 if not chunk:
                     return False
-                # The reader of this process's output may have ended; vLLM goes on.
+                # The reader may have ended; vLLM goes on.
                 with suppress(OSError):
                     os.write(self._own, chunk)
                 *lines, self._rest = (self._rest + chunk).split(b"\n")

@@ -95,7 +95,7 @@ class Attempt(WorkerCalls):
                     is_fetched = True
                     yield
         finally:
-            # The caller has left, or the next attempt prefills again: nobody fetches the prompt.
+            # The caller has left, or the next attempt prefills again: no fetch will come.
             if not is_fetched:
                 self._release(source, request)
 
