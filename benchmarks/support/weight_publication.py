@@ -21,8 +21,8 @@ from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.model_replica import Take
+from services.trainer.published.publisher import Publisher
 from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher
 
 _SAMPLES = 4
 _PROMPT_TOKENS = 64

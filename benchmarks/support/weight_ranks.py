@@ -31,8 +31,8 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.mesh import MeshSettings
 from services.trainer.metrics import WEIGHT_SENT_BYTES
+from services.trainer.published.publisher import Publisher
 from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher
 
 RANKS = 4
 _UNBOUNDED_S = 3600.0

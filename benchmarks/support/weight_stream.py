@@ -36,8 +36,8 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import Probe
 from services.inference.worker.weights.follower import WeightFollower
 from services.trainer.published.local_ways import LocalWays
+from services.trainer.published.publisher import Publisher, Snapshot
 from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher, Snapshot
 
 _PIECE_BYTES = 1 << 20
 _KEPT_BYTES = 64 << 20

@@ -19,8 +19,8 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.server import RpcServer
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.tensor_bytes import to_named
+from services.trainer.published.publisher import Publisher, Snapshot
 from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher, Snapshot
 from tests.support.inference.cluster import InferenceCluster
 from tests.support.runtime.etcd import EtcdServer
 

@@ -19,7 +19,7 @@ from forge.v1 import trainer_pb2_grpc as rpc
 from services.trainer.actors.steering import Promote, RollBack, StartCanary
 from services.trainer.actors.token_values import ReadValues
 from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint
-from services.trainer.checkpoint_follower import CheckpointSource
+from services.trainer.leadership.checkpoint_follower import CheckpointSource
 from services.trainer.published.quality import Qualities
 from services.trainer.published.versions import PublishedVersion, PublishedVersions
 from services.trainer.reporting.run_record import TrainingRecord

@@ -24,7 +24,7 @@ from services.inference.config import InferenceConfig
 from services.pool.config import PoolConfig
 from services.scheduler.config import SchedulerConfig
 from services.trainer.config import TrainerConfig
-from services.trainer.lineage import LineageRecord
+from services.trainer.leadership.lineage import LineageRecord
 from tests.support.suite.damaged import damaged, damaged_json
 
 FOLDER = tempfile.TemporaryDirectory()

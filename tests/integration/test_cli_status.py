@@ -16,7 +16,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.weights import TRAINER_STANDBYS
-from services.trainer.lineage import Lineage
+from services.trainer.leadership.lineage import Lineage
 from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until

@@ -20,7 +20,7 @@ from forge.v1 import pool_pb2
 from services.pool.replication.replica_set import ReplicaSet
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.lineage import ELECTION, Lineage
+from services.trainer.leadership.lineage import ELECTION, Lineage
 from tests.support.pool.records import make_group
 from tests.support.pool.shard import ReplicatedShard
 from tests.support.runtime.etcd import EtcdServer

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
 from services.trainer.checkpoint.store import read_checkpoint
-from services.trainer.lineage import RECORD_KEY, Lineage, LineageRecord
+from services.trainer.leadership.lineage import RECORD_KEY, Lineage, LineageRecord
 from tests.support.runtime.cut_connection import ADDRESS, CuttingProxy
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until

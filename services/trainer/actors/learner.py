@@ -36,7 +36,7 @@ from services.trainer.learner.model_replica import (
 )
 from services.trainer.learner.rank_processes import Ranks
 from services.trainer.learner.reading_ranks import ReadChannel, Readers
-from services.trainer.weight_publisher import Snapshot
+from services.trainer.published.publisher import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Digests and announcement of one version run while the next step computes. Owns the publication in
 progress, one at a time: host memory has room for the copy that is published and the next one. Not
-here: the version counter and etcd (`weight_publisher`).
+here: the version counter and etcd (`published.publisher`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.telemetry import log
 from services.trainer import metrics
 from services.trainer.actors.learner import TakeSnapshot
-from services.trainer.lineage import Lineage
+from services.trainer.leadership.lineage import Lineage
+from services.trainer.published.publisher import Publisher, Snapshot
 from services.trainer.reporting.run_record import TrainingRecord
-from services.trainer.weight_publisher import Publisher, Snapshot
 
 
 class Publications:

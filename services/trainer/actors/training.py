@@ -36,13 +36,13 @@ from services.trainer.data.batch_source import BatchSource, PreparedBatch
 from services.trainer.data.reading import ReadersLost
 from services.trainer.data.traced_calls import report_step
 from services.trainer.evaluation import Evaluator
+from services.trainer.leadership.lineage import Lineage
 from services.trainer.learner.model_replica import Capture, Take
-from services.trainer.lineage import Lineage
+from services.trainer.published.publisher import Publisher
 from services.trainer.published.quality import Qualities
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
-from services.trainer.weight_publisher import Publisher
 
 UNBOUNDED_S = 7 * 24 * 3600.0
 """Deadline of a step or a checkpoint, whose duration depends on the model."""

@@ -101,43 +101,29 @@ class CheckpointStore:
         written, for example to a full disk; the attempt is removed.
         """
         path = path_of(self._directory, step)
-        if path.exists():
-            with suppress(DataLoss):
-                found = read_checkpoint(path).path
-                if found in self._known:
-                    return found
-            set_aside(path)
+        if self._has(path):
+            return path
         # A new name for each attempt: a rank that has lost its trainer may still write.
         unfinished = path.with_name(f"{path.name}-{secrets.token_hex(4)}{_UNFINISHED}")
         try:
             unfinished.mkdir()
             write(unfinished)
             extent = self._write_history(unfinished / _HISTORY_FILE, history, step)
-            written = sorted(unfinished.rglob("*"))
-            files = {
-                str(file.relative_to(unfinished)): file.stat().st_size
-                for file in written
-                if file.is_file()
-            }
-            state = {
-                "format": _FORMAT,
-                "step": step,
-                "weight_version": weight_version,
-                "lineage": lineage,
-                "fence": fence,
-                "files": files,
-            }
-            (unfinished / STATE_FILE).write_text(json.dumps(state))
-            for file in (*written, unfinished / STATE_FILE, unfinished):
-                sync(file)
+            _write_state(
+                unfinished,
+                step=step,
+                weight_version=weight_version,
+                lineage=lineage,
+                fence=fence,
+            )
             unfinished.rename(path)
             self._saved = _Saved(history=history, file=path / _HISTORY_FILE, extent=extent)
             sync(self._directory)
             self._point_to(path)
-            self._known.add(path)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise ResourceExhausted(f"checkpoint {path}: {error.strerror or error}") from error
+        self._known.add(path)
         return path
 
     def oldest_step(self, *, recorded: int = 0) -> int:
@@ -167,6 +153,16 @@ class CheckpointStore:
         """Rename a checkpoint that cannot be loaded, and keep it for inspection."""
         set_aside(checkpoint.path)
 
+    def _has(self, path: Path) -> bool:
+        """Whether this process knows the checkpoint there; sets aside one that it does not know."""
+        if not path.exists():
+            return False
+        with suppress(DataLoss):
+            if read_checkpoint(path).path in self._known:
+                return True
+        set_aside(path)
+        return False
+
     def _write_history(self, file: Path, history: History, step: int) -> Extent:
         """Write the entries up to `step` that the last checkpoint's file does not have."""
         extent = Extent()
@@ -183,6 +179,18 @@ class CheckpointStore:
         link.symlink_to(path.name)
         link.replace(self._directory / _LATEST)
         sync(self._directory)
+
+
+def _write_state(directory: Path, **facts: int | str | None) -> None:
+    """Complete an unfinished checkpoint: its `facts` and the size of each file, all durable."""
+    written = sorted(directory.rglob("*"))
+    files = {
+        str(one.relative_to(directory)): one.stat().st_size for one in written if one.is_file()
+    }
+    state = directory / STATE_FILE
+    state.write_text(json.dumps({"format": _FORMAT, **facts, "files": files}))
+    for file in (*written, state, directory):
+        sync(file)
 
 
 def path_of(directory: Path, step: int) -> Path:

@@ -16,8 +16,8 @@ from forge.runtime.weights import FULL_NAME, HeldWeights, WeightServicer, manife
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import common_pb2, inference_pb2
 from forge.v1 import inference_pb2_grpc as rpc
+from services.trainer.published.publisher import Publisher, Snapshot
 from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher, Snapshot
 from tests.support.inference.weight_sources import SECURITY
 
 

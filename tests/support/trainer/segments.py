@@ -10,7 +10,7 @@ from forge.runtime.weights.segments import cut
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.segment_orders import SegmentRanks
 from services.trainer.learner.segment_server import SegmentCopy, SegmentServer
-from services.trainer.weight_publisher import Snapshot
+from services.trainer.published.publisher import Snapshot
 from tests.support.inference.weight_sources import Weights, tensors_of
 
 

@@ -22,9 +22,9 @@ from services.trainer.config import CheckpointSettings, TrainerConfig
 from services.trainer.data.batch_source import Claim, PreparedBatch
 from services.trainer.data.samples import BatchSamples
 from services.trainer.learner.model_replica import Capture, Take
+from services.trainer.published.publisher import Snapshot
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
-from services.trainer.weight_publisher import Snapshot
 
 
 @dataclass(slots=True, kw_only=True)

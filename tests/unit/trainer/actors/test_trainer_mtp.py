@@ -22,9 +22,9 @@ from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.data.samples import BatchSamples
 from services.trainer.learner.model_replica import Capture, Take
+from services.trainer.published.publisher import Snapshot
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.sinks import scalars
-from services.trainer.weight_publisher import Snapshot
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
 from tests.support.trainer.old_checkpoints import as_format_2, as_listed

@@ -12,7 +12,7 @@ from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import adopt
 from services.trainer.actors.learner import TakeSnapshot
 from services.trainer.config import LoraSettings
-from services.trainer.weight_publisher import Snapshot
+from services.trainer.published.publisher import Snapshot
 from tests.support.trainer.learners import started_learner
 
 _AUTOCAST = {"float32": "none", "bfloat16": "bfloat16"}

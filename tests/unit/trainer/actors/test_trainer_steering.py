@@ -27,7 +27,7 @@ from services.trainer.actors.steering import (
     StartCanary,
 )
 from services.trainer.published.canary_rules import chosen_workers
-from services.trainer.weight_publisher import Superseded
+from services.trainer.published.publisher import Superseded
 from tests.support.inference.weight_sources import SECURITY
 from tests.support.trainer.published_weights import FakeRegister, snapshot
 from tests.support.trainer.steering import WORKERS, SteeredTrainer, worker

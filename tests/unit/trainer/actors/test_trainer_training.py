@@ -16,7 +16,7 @@ from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint
 from services.trainer.checkpoint.history import Entry
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.data.reading import ReadersLost
-from services.trainer.weight_publisher import Superseded
+from services.trainer.published.publisher import Superseded
 from tests.support.trainer.world import (
     Run,
     World,

@@ -22,8 +22,8 @@ from services.trainer.checkpoint.reading import master_weights
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Capture, Take
+from services.trainer.published.publisher import Publisher
 from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
 from tests.support.trainer.old_checkpoints import as_format_2, as_listed

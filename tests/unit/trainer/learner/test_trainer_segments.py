@@ -31,7 +31,7 @@ from services.trainer.actors.steering import Promote, RollBack
 from services.trainer.learner import segment_orders, segment_server
 from services.trainer.learner.segment_server import SegmentServer
 from services.trainer.published.local_ways import LocalWays
-from services.trainer.weight_publisher import Publisher
+from services.trainer.published.publisher import Publisher
 from tests.support.inference.weight_sources import SECURITY, Source, Worker
 from tests.support.trainer.published_weights import FakeRegister
 from tests.support.trainer.segments import SegmentGroup, segment_config

@@ -25,7 +25,7 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.model.full_weights import load_model
-from services.trainer.weight_publisher import Snapshot
+from services.trainer.published.publisher import Snapshot
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
 

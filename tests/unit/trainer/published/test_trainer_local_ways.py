@@ -12,8 +12,8 @@ from forge.runtime.coordination import Instance
 from forge.runtime.files import host_memory
 from forge.runtime.weights import DIRECTORY_WAY, MEMORY_KEY, WeightAnnouncement, manifest_key
 from services.trainer.published.local_ways import LocalWays
+from services.trainer.published.publisher import Publisher
 from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher
 from tests.support.trainer.published_weights import FakeRegister, fetch, snapshot
 
 

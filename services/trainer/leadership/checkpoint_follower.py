@@ -23,7 +23,7 @@ from forge.v1 import trainer_pb2 as pb
 from forge.v1 import trainer_pb2_grpc as rpc
 from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.transfer import Staging, is_current, pieces
-from services.trainer.lineage import RECORD_KEY, LineageRecord
+from services.trainer.leadership.lineage import RECORD_KEY, LineageRecord
 
 SILENCE_S = 30.0
 

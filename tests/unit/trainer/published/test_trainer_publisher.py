@@ -10,8 +10,8 @@ from xxhash import xxh3_64_digest
 from forge.core.errors import NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.weights import WeightManifest, content_digest
+from services.trainer.published.publisher import Publisher, Snapshot, Superseded
 from services.trainer.published.versions import PublishedVersions
-from services.trainer.weight_publisher import Publisher, Snapshot, Superseded
 from tests.support.trainer.published_weights import FakeRegister, fetch, snapshot
 
 

@@ -132,14 +132,10 @@ class Publisher:
             PublishedVersion(announcement=announcement, published_unix_s=time.time())
         )
         await self._keep(snapshot.others)
+        segments = len(announcement.segments)
         WEIGHT_VERSION.set(version)
-        WEIGHT_SEGMENTS.set(len(announcement.segments))
-        log.info(
-            "weights_published",
-            weight_version=version,
-            step=snapshot.step,
-            segments=len(announcement.segments),
-        )
+        WEIGHT_SEGMENTS.set(segments)
+        log.info("weights_published", weight_version=version, step=snapshot.step, segments=segments)
         return version
 
     async def _prepare(self, snapshot: Snapshot, version: int) -> WeightAnnouncement:

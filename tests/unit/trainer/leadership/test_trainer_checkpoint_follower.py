@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from forge.v1 import trainer_pb2 as pb
-from services.trainer import checkpoint_follower
 from services.trainer.actors.checkpointing import CheckpointWriter, Prune
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.retention import Retention
@@ -22,8 +21,9 @@ from services.trainer.checkpoint.store import (
     checkpoints_in,
     read_checkpoint,
 )
-from services.trainer.checkpoint_follower import CheckpointFollower, CheckpointSource
-from services.trainer.lineage import LineageRecord
+from services.trainer.leadership import checkpoint_follower
+from services.trainer.leadership.checkpoint_follower import CheckpointFollower, CheckpointSource
+from services.trainer.leadership.lineage import LineageRecord
 from tests.support.runtime.waiting import settle, until
 
 

@@ -34,7 +34,7 @@ from forge.runtime.stored_json import decode_stored
 from forge.runtime.telemetry import log
 from forge.runtime.weights import DEFAULT_POLICY, TRAINER_STANDBYS
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore, fingerprint_of
-from services.trainer.weight_publisher import Superseded
+from services.trainer.published.publisher import Superseded
 
 WORKERS = ("prefill", "decode")
 """Kinds of instances that serve weights."""

@@ -1,0 +1,1 @@
+"""Which trainer leads the policy, and the checkpoints that its successors continue from."""
