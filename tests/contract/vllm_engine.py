@@ -14,7 +14,7 @@ from typing import Any
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.aggregated import Aggregated
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.vllm.engine import CAPABILITIES as CAPABILITIES
+from services.inference.engines.vllm.abilities import CAPABILITIES as CAPABILITIES
 from services.inference.engines.vllm.engine import VllmEngine
 from tests.contract.engines import BLOCK_TOKENS, CONTEXT_TOKENS, Pair, save_tokenizer
 

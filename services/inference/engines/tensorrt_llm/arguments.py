@@ -40,41 +40,66 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the keywords of AsyncLLM. Raises `ConfigError` for what this version lacks."""
     _check(library, options, settings, role)
-    longest = limits.context_tokens
     arguments: dict[str, Any] = {
         "model": options.model_path,
         "backend": "pytorch",
-        "tensor_parallel_size": settings.tensor_parallel,
         "max_batch_size": options.max_running,
         "max_num_tokens": options.pass_tokens or _PASS_TOKENS,
-        "max_seq_len": longest,
+        "max_seq_len": limits.context_tokens,
         # The library's default of 1024 refuses longer prompts.
-        "max_input_len": longest,
+        "max_input_len": limits.context_tokens,
         "enable_chunked_prefill": True,
         "kv_cache_config": _kv_cache(library, options, settings),
         "enable_iter_perf_stats": True,
         "ray_worker_extension_cls": EXTENSION,
     }
-    if settings.pipeline_parallel > 1:
-        arguments["pipeline_parallel_size"] = settings.pipeline_parallel
-    if settings.expert_parallel:
-        arguments["moe_expert_parallel_size"] = settings.expert_parallel
     if options.dtype != "auto":
         arguments["dtype"] = options.dtype
+    return (
+        arguments
+        | _devices(settings)
+        | _decode_arguments(library, options, settings)
+        | _role_arguments(library, settings, role=role, limits=limits)
+    )
+
+
+def _devices(settings: TensorRtLlmSettings) -> dict[str, Any]:
+    found = {"tensor_parallel_size": settings.tensor_parallel}
+    if settings.pipeline_parallel > 1:
+        found["pipeline_parallel_size"] = settings.pipeline_parallel
+    if settings.expert_parallel:
+        found["moe_expert_parallel_size"] = settings.expert_parallel
+    return found
+
+
+def _decode_arguments(
+    library: Library, options: EngineOptions, settings: TensorRtLlmSettings
+) -> dict[str, Any]:
+    """CUDA graphs and drafts."""
+    found: dict[str, Any] = {}
     if settings.cuda_graphs and Feature.CUDA_GRAPHS in library.features:
         graphs = library.arguments.CudaGraphConfig
-        arguments["cuda_graph_config"] = graphs(max_batch_size=options.max_running)
+        found["cuda_graph_config"] = graphs(max_batch_size=options.max_running)
     if settings.mtp_layers:
-        arguments["speculative_config"] = library.arguments.MTPDecodingConfig(
+        found["speculative_config"] = library.arguments.MTPDecodingConfig(
             max_draft_len=settings.mtp_layers, use_rejection_sampling=True
         )
+    return found
+
+
+def _role_arguments(
+    library: Library, settings: TensorRtLlmSettings, *, role: Role, limits: ModelLimits
+) -> dict[str, Any]:
+    """What the roles prefill and decode add."""
+    found: dict[str, Any] = {}
     if role.hands_over:
-        arguments["cache_transceiver_config"] = library.arguments.CacheTransceiverConfig(
-            backend=settings.transceiver, max_tokens_in_buffer=settings.transfer_tokens or longest
+        found["cache_transceiver_config"] = library.arguments.CacheTransceiverConfig(
+            backend=settings.transceiver,
+            max_tokens_in_buffer=settings.transfer_tokens or limits.context_tokens,
         )
     if role is Role.PREFILL:
-        arguments["disable_overlap_scheduler"] = True
-    return arguments
+        found["disable_overlap_scheduler"] = True
+    return found
 
 
 def _kv_cache(library: Library, options: EngineOptions, settings: TensorRtLlmSettings) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from math import lcm
 from pathlib import Path
@@ -222,10 +223,21 @@ def engine_arguments(
 
     `events`: where vLLM publishes its cache events.
     """
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    _check_options(options, role)
+    ours = (
+        _model_arguments(options)
+        | _pass_arguments(options, limits)
+        | _cache_arguments(options, role=role, events=events)
+        | _sampling_arguments(options)
+        | _weight_arguments()
+        | {"disable_log_stats": True}
+    )
+    _check_extra(options, ours)
+    return _defaults(options) | dict(options.extra) | ours
 
+
+def _check_options(options: EngineOptions, role: Role) -> None:
+    """Raises ConfigError for what the engine lacks."""
     if options.kv_store is not None:
         raise ConfigError("kv.store_dir: the engine vllm shares no keys and values; leave it empty")
     _check_drafts(options)
@@ -237,48 +249,85 @@ def engine_arguments(
         )
     if role != "both":
         _check_hand_offs(options)
+
+
+def _model_arguments(options: EngineOptions) -> dict[str, Any]:
     has_tokenizer = (Path(options.model_path) / "tokenizer.json").is_file()
-    ours: dict[str, Any] = {
+    return {
         "model": options.model_path,
         "dtype": served_dtype(options.model_path, options.dtype, device=options.device),
         "hf_overrides": _overrides(options),
-        # The first weights come as all others do.
-        "load_format": "dummy",
+        "skip_tokenizer_init": not has_tokenizer,
+        "generation_config": "vllm",
+    }
+
+
+def _pass_arguments(options: EngineOptions, limits: ModelLimits) -> dict[str, Any]:
+    """Sizes of requests, of the batch, and of a pass."""
+    found: dict[str, Any] = {
         "max_model_len": limits.context_tokens,
         "max_num_seqs": options.max_running,
+    }
+    if options.device == "cpu":
+        # A prompt in several passes, with a seed, ends vLLM's process: a generator on a CPU cannot
+        # take back the draw of a pass that samples nothing.
+        found["enable_chunked_prefill"] = False
+        found["max_num_batched_tokens"] = max(
+            limits.context_tokens, options.max_running, _LEAST_PASS_TOKENS
+        )
+    elif options.pass_tokens:
+        found["max_num_batched_tokens"] = max(options.pass_tokens, options.max_running)
+    return found
+
+
+def _cache_arguments(options: EngineOptions, *, role: Role, events: Any) -> dict[str, Any]:
+    return {
         "kv_cache_memory_bytes": options.kv_bytes + options.cache_bytes,
         "block_size": block_size(options),
         "kv_events_config": events,
         "kv_transfer_config": None if role == "both" else _transfer(options, role),
-        "skip_tokenizer_init": not has_tokenizer,
-        "generation_config": "vllm",
         "enable_prefix_caching": caches_prefixes(options),
+    }
+
+
+def _sampling_arguments(options: EngineOptions) -> dict[str, Any]:
+    return {
         "logprobs_mode": "processed_logprobs",
         # One more has the log-prob in the model's own distribution.
         "max_logprobs": MOST_TOP_LOGPROBS + 1,
         "structured_outputs_config": {"backend": "guidance"},
+        **({} if drafts(options) else {"logits_processors": [AnswerLogits]}),
+    }
+
+
+def _weight_arguments() -> dict[str, Any]:
+    from vllm.config import WeightTransferConfig
+
+    return {
+        # The first weights come as all others do.
+        "load_format": "dummy",
         "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
         "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
-        "disable_log_stats": True,
     }
-    if not drafts(options):
-        ours["logits_processors"] = [AnswerLogits]
-    defaults: dict[str, Any] = {}
-    if options.device == "cpu":
-        # Compilation takes a minute or more, which pays on a GPU alone. By its name, this executor
-        # would be replaced by one with another process, for a pinning that is off here.
-        defaults = {"enforce_eager": True, "distributed_executor_backend": UniProcExecutor}
-        # A prompt in several passes, with a seed, ends vLLM's process: a generator on a CPU cannot
-        # take back the draw of a pass that samples nothing.
-        ours["enable_chunked_prefill"] = False
-        ours["max_num_batched_tokens"] = max(
-            limits.context_tokens, options.max_running, _LEAST_PASS_TOKENS
-        )
-    elif options.pass_tokens:
-        ours["max_num_batched_tokens"] = max(options.pass_tokens, options.max_running)
+
+
+def _defaults(options: EngineOptions) -> dict[str, Any]:
+    """Return the arguments that engine_options may replace."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if options.device != "cpu":
+        return {}
+    # Compilation takes a minute or more, which pays on a GPU alone. By its name, this executor
+    # would be replaced by one with another process, for a pinning that is off here.
+    return {"enforce_eager": True, "distributed_executor_backend": UniProcExecutor}
+
+
+def _check_extra(options: EngineOptions, ours: Mapping[str, Any]) -> None:
+    """Raises ConfigError for engine_options that vLLM lacks or that `ours` has."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name in options.extra:
         if name in ours or name not in known:
             what = "set by other settings" if name in ours else "no argument of this vLLM"
             raise ConfigError(f"engine_options has {name!r}: {what}")
-    return defaults | dict(options.extra) | ours

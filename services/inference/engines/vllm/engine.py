@@ -30,13 +30,14 @@ from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.aggregated import part
 from services.inference.engines.base import ModelLimits, Piece, Probe, Prompt
-from services.inference.engines.capabilities import Capabilities, Role
+from services.inference.engines.capabilities import Role
 from services.inference.engines.grammar_masks import Grammars
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.probes import check_probe, probe_ids
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm import arguments, sampling
+from services.inference.engines.vllm.abilities import capabilities_of
 from services.inference.engines.vllm.cache_events import (
     REPORT_REUSED,
     CacheEvents,
@@ -47,37 +48,9 @@ from services.inference.engines.vllm.kv_format import Layout
 from services.inference.engines.vllm.processes import Processes
 from services.inference.engines.vllm.staging import Checkpoint, Staged, shared
 
-CAPABILITIES = Capabilities(
-    engine="vllm",
-    roles=frozenset({"prefill", "decode", "both"}),
-    update="in_flight",
-    draws="stream",
-    cuts=True,
-    min_tokens=True,
-    penalties=True,
-    grammars=frozenset({"json_schema", "regex", "lark"}),
-    top_logprobs=arguments.MOST_TOP_LOGPROBS,
-    cache_events=True,
-    shares=True,
-    resumes=frozenset({"grammar", "penalties"}),
-)
-"""Without drafts, in the role both; see `capabilities_of`."""
 _NEVER_RESTART = Restart(max_restarts=0)
 _WATCH_S = 0.2
 _REREAD_AFTER_S = 0.05
-
-
-def capabilities_of(options: EngineOptions, role: Role) -> Capabilities:
-    """Return the abilities with these options."""
-    if arguments.drafts(options):
-        # Without the orders of `answer_logits` decode cannot begin with the token of prefill.
-        able = replace(CAPABILITIES, shares=False, resumes=frozenset(), roles=frozenset({"both"}))
-    else:
-        able = CAPABILITIES
-    able = replace(able, cache_events=arguments.caches_prefixes(options))
-    if role == "both":
-        return able
-    return replace(able, hand_offs=frozenset({f"vllm_{arguments.settings_of(options).hand_off}"}))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -214,19 +187,7 @@ class VllmEngine:
     async def generate(self, prompt: Prompt, leg: Leg | None = None) -> AsyncGenerator[Piece, None]:
         """See `AggregatedEngine`. `leg`: None for a request that begins and ends here."""
         leg = leg or Leg()
-        if not self.version:
-            raise Unavailable("the engine vllm has no weights yet", retry_after_s=1.0)
-        grammar = prompt.sampling.grammar
-        if grammar is not None and grammar.matched_tokens:
-            # vLLM's process takes it for granted that the answer matches so far.
-            await self._grammars.matcher(prompt)
-        params = sampling.to_params(
-            prompt,
-            self.limits,
-            end_token=self._end_token,
-            first=leg.first,
-            shares=self.capabilities.shares,
-        )
+        params = await self._params(prompt, leg)
         begun = self._loaded
         collector = await self._begin(prompt, params, leg)
         # The state knows the version of each token; it stays when the request has ended.
@@ -235,23 +196,19 @@ class VllmEngine:
         try:
             while not finished:
                 output = collector.get_nowait() or await collector.get()
-                completion = output.outputs[0]
                 finished, leg.returned = output.finished, output.kv_transfer_params
-                starts = state.weight_version_starts if state else _starts(completion)
-                new = len(completion.token_ids)
-                versions = sampling.versions_of(starts, sampled, new)
+                versions = _versions(output.outputs[0], state, sampled)
                 await self._tried(versions)
-                tokens = sampling.to_tokens(completion, prompt.sampling, versions)
-                finish = sampling.to_finish(completion.finish_reason)
-                cached = 0 if sampled else output.num_cached_tokens or 0
+                piece = _piece(output, prompt, versions, begins=not sampled)
+                new = len(versions)
                 sampled += new
                 kept = versions.count(begun) if self._recompute else new
                 if kept < new:
                     if kept:
-                        yield Piece(tokens=part(tokens, 0, kept), cached_tokens=cached)
+                        yield replace(piece, tokens=part(piece.tokens, 0, kept), finish=None)
                     raise self._read_again(prompt)
-                if new or finish:
-                    yield Piece(tokens=tokens, finish=finish, cached_tokens=cached)
+                if new or piece.finish:
+                    yield piece
         except EngineDeadError as error:
             finished = True
             raise Unavailable(self._processes.why_ended()) from error
@@ -259,6 +216,23 @@ class VllmEngine:
             if not finished:
                 await self._llm.abort(collector.request_id, internal=True)
             collector.close()
+
+    async def _params(self, prompt: Prompt, leg: Leg) -> SamplingParams:
+        """Return vLLM's parameters. Raises Unavailable before the first weights, and the errors of
+        a grammar that does not compile or does not match the answer."""
+        if not self.version:
+            raise Unavailable("the engine vllm has no weights yet", retry_after_s=1.0)
+        grammar = prompt.sampling.grammar
+        if grammar is not None and grammar.matched_tokens:
+            # vLLM's process takes it for granted that the answer matches so far.
+            await self._grammars.matcher(prompt)
+        return sampling.to_params(
+            prompt,
+            self.limits,
+            end_token=self._end_token,
+            first=leg.first,
+            shares=self.capabilities.shares,
+        )
 
     def _read_again(self, prompt: Prompt) -> ResourceExhausted:
         """The error of a request whose keys and values are of other weights than its next token."""
@@ -374,9 +348,24 @@ class VllmEngine:
             self._watch.tell(_Ended(reason))
 
 
-def _starts(completion: Any) -> list[tuple[str, int]]:
-    """The versions of a request that ended before its state was found."""
-    return [(span.version, span.start) for span in completion.weight_versions or ()]
+def _versions(completion: Any, state: Any, sampled: int) -> list[int]:
+    """Return the version of each new token, after `sampled` ones. `state`: vLLM's, None for a
+    request that ended before it was found."""
+    if state is not None:
+        starts = state.weight_version_starts
+    else:
+        starts = [(span.version, span.start) for span in completion.weight_versions or ()]
+    return sampling.versions_of(starts, sampled, len(completion.token_ids))
+
+
+def _piece(output: Any, prompt: Prompt, versions: list[int], *, begins: bool) -> Piece:
+    """Return the piece of an output. `begins`: whether it is the first one."""
+    completion = output.outputs[0]
+    return Piece(
+        tokens=sampling.to_tokens(completion, prompt.sampling, versions),
+        finish=sampling.to_finish(completion.finish_reason),
+        cached_tokens=(output.num_cached_tokens or 0) if begins else 0,
+    )
 
 
 def _end_token(model_path: str) -> int | None:
