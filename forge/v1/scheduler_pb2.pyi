@@ -1190,8 +1190,8 @@ class GetSchedulerStatusResponse(_message.Message):
     taking_over: _builtins.bool
     """A new leader still waits for the leases of runners: more rollouts may run than it knows."""
     untrained_s: _builtins.float
-    """Seconds since the last commit of a batch or end of an evaluation group; before the first, since
-    the start of the term.
+    """Seconds since the last commit of a batch or end of an evaluation group, or since a group came to
+    an empty queue; before the first, since the start of the term.
     """
     faults: _builtins.int
     """Attempts that the infrastructure ended: the lease expired, or the runner reported it."""

@@ -39,7 +39,8 @@ _FIELDS = {
     ),
     "untrained_s": gauge(
         "forge_scheduler_untrained_seconds",
-        "Time since a batch was committed or an evaluation group finished.",
+        "Time since a batch was committed, an evaluation group finished, or a group came to an "
+        "empty queue.",
     ),
 }
 """By field of the status."""

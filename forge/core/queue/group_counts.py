@@ -60,6 +60,10 @@ class GroupCounts:
         """Running groups of both purposes: these count against N."""
         return self._groups[False, Phase.RUNNING] + self._groups[True, Phase.RUNNING]
 
+    def any_pending(self) -> bool:
+        """Whether a group of either purpose is not settled."""
+        return any(count and phase in PENDING for (_, phase), count in self._groups.items())
+
     def runs(self, *, evaluation: bool, away: frozenset[str]) -> bool:
         """Whether a group of a purpose runs on a pool shard that is not in `away`."""
         return any(

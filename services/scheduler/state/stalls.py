@@ -47,7 +47,8 @@ class Facts:
     """The queue at one moment; numbers count groups unless noted otherwise."""
 
     idle_s: float
-    """Since a batch was committed or an evaluation group finished."""
+    """Since a batch was committed, an evaluation group finished, or a group came to an empty
+    queue."""
     activity: Activity = Activity.RUNNING
     waiting: int = 0
     """Pending groups of both purposes."""
@@ -119,6 +120,12 @@ class Watch:
         self._tombstones.clear()
         self._faults, self._fault_reason = 0, ""
 
+    def work_came(self, now_s: float) -> None:
+        """A group came to an empty queue, which had nothing to train on before. If tombstones
+        emptied the queue, the time without training continues."""
+        if not self._tombstones:
+            self._progress_s = now_s
+
     def runner_called(self, now_s: float) -> None:
         """A runner asked for rollouts or renewed."""
         self._runner_s = now_s
@@ -180,7 +187,7 @@ class Watch:
         self._fault_reason = reason
 
     def idle_s(self, now_s: float) -> float:
-        """Time since the last progress."""
+        """Time since the last progress, or since the first group that came to an empty queue."""
         return now_s - self._progress_s if self._progress_s is not None else 0.0
 
     def batch_out(self) -> str:

@@ -87,6 +87,8 @@ class TermState:
         """Add a new group that is stored in the pool, unless it is in memory."""
         if group.spec.task_id in self.queue.ledger:
             return
+        if not self.queue.ledger.counts.any_pending():
+            self.watch.work_came(now_s)
         self.catalog.add(record.task, digest=record.task_digest)
         self.queue.add_group(group, now_s=now_s)
         self.erased.added(group.spec.task_id)

@@ -134,6 +134,31 @@ async def test_status_shows_a_stall_until_a_batch_is_committed(
     assert found.untrained_s == 0.0
 
 
+async def test_time_without_tasks_is_no_stall(term: TermActors, clock: Clock) -> None:
+    """Services that start for minutes before the first task, and pauses of the submitter between
+    tasks, are not reported as time without training."""
+    clock.now_s = 195.0
+    await submit_and_lease(term, "a")
+    found = await status(term)
+    assert (found.untrained_s, found.HasField("stall")) == (0.0, False)
+    clock.now_s = 400.0
+    tasks = {"b": make_task("b")}
+    await term.submissions.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+    found = await status(term)
+    assert (found.untrained_s, found.stall.cause) == (205.0, "no_runner")
+
+
+async def test_stall_continues_after_a_queue_of_tombstones(term: TermActors, clock: Clock) -> None:
+    """Tasks that fail one after the other are a stall, also if each is submitted alone."""
+    for task_id in ("a", "b"):
+        failed = m.Report(
+            trajectory_id=await submit_and_lease(term, task_id), error="died", permanent=True
+        )
+        await term.queue.ask(m.SettleRollouts(reports=[failed]), timeout_s=ASK_S)
+        clock.now_s += 150.0
+    assert (await status(term)).untrained_s == 300.0
+
+
 async def test_stall_is_logged_once_per_cause(term: TermActors, clock: Clock) -> None:
     """A warning each tick would hide other lines."""
     await submit_and_lease(term, "a")
