@@ -39,6 +39,10 @@ class CallReceiver(Protocol):
         """Receives the end; None for success."""
 
 
+class _EndedByPeer(Unavailable):
+    """The server ended the stream: after a drain, once its calls had ended."""
+
+
 class _UnsentRequest(NamedTuple):
     request: Any
     size: int
@@ -162,6 +166,8 @@ class KeptStream(ABC):
         first = group.exceptions[0]
         error = from_rpc_error(first) if isinstance(first, grpc.aio.AioRpcError) else first
         bug = None if isinstance(error, ForgeError) else error
+        if isinstance(error, _EndedByPeer) and not self._receivers:
+            return str(error)  # A planned stop: nothing moves.
         (log.info if bug is None else log.error)(
             self.lost_event,
             peer=self.peer,
@@ -203,7 +209,7 @@ class KeptStream(ABC):
         while True:
             message = await self._call.read()
             if message is grpc.aio.EOF:
-                raise Unavailable(f"{self.peer} ended the stream")
+                raise _EndedByPeer(f"{self.peer} ended the stream")
             for event in message.events:
                 receiver = self._receivers.get(event.call)
                 if receiver is None:

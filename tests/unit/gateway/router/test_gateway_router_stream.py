@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
+from structlog.testing import capture_logs
 
 from forge.core.errors import Unavailable
 from forge.runtime.rpc.kept_stream import MESSAGE_BYTES
@@ -135,6 +136,23 @@ async def test_end_of_a_stream_is_unavailable_to_its_calls(code: grpc.StatusCode
     assert type(lost.value) is RouterLost
     with pytest.raises(Unavailable):
         await begin(stream)
+
+
+@pytest.mark.parametrize(("open_calls", "lines"), [(0, []), (1, [1])], ids=["idle", "in a call"])
+async def test_planned_end_is_logged_only_with_open_calls(
+    open_calls: int, lines: list[int]
+) -> None:
+    """A router that drains ends its streams once their calls have ended: nobody must look."""
+    call = Call()
+    call.takes.set()
+    stream = RouterStream(call, peer="r")
+    for _ in range(open_calls):
+        await begin(stream)
+    with capture_logs() as logs:
+        call.ends.set_result(grpc.aio.EOF)
+        await settle()
+    assert stream.lost
+    assert [log["calls"] for log in logs if log["event"] == "router_stream_lost"] == lines
 
 
 async def test_each_call_of_a_lost_stream_has_an_error_of_its_own() -> None:
