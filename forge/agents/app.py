@@ -61,7 +61,7 @@ class RunnerApp:
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
-        """Checks the sandbox and the reward functions, then starts to lease rollouts."""
+        """Checks the sandbox and the reward functions; leases rollouts from the registration on."""
         _adopt_control_groups()
         SANDBOX.unsafe = self._config.unsafe_sandbox
         if problem := await SANDBOX.problem():
@@ -75,7 +75,7 @@ class RunnerApp:
             await self._scaffolds.close()
             raise
         self._context.metadata[START_KEY] = self._start_id
-        self._running = asyncio.create_task(self._runner.run())
+        self._running = asyncio.create_task(self._run())
         self._running.add_done_callback(self._ended)
         self._context.keep_running(self._follow_leader(), name="leadership")
         if (bearer := self._context.security.bearer) is not None:
@@ -85,6 +85,9 @@ class RunnerApp:
     async def drain(self) -> None:
         """Waits until running rollouts have ended."""
         assert self._running is not None
+        if not self._context.registered.is_set():
+            await cancel_and_wait(self._running)
+            return
         await self._runner.drain(patience_s=self._config.drain_s * (1 - ABANDON_SHARE))
         await asyncio.wait([self._running])
 
@@ -96,6 +99,11 @@ class RunnerApp:
         await self._rewards.close()
         if self._failure is not None:
             raise self._failure
+
+    async def _run(self) -> None:
+        # Before, an operator could not drain it, and its settings may contradict those of others.
+        await self._context.registered.wait()
+        await self._runner.run()
 
     def _identity(self) -> scheduler_pb2.LeaseRolloutsRequest:
         return scheduler_pb2.LeaseRolloutsRequest(

@@ -77,6 +77,8 @@ class ServiceContext:
     """A service that cannot serve yet sets False in `start`, and calls `set_ready` later."""
     registration: Registration | None = None
     """Set by the bootstrap once this process is in discovery."""
+    registered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once this process is in discovery and its settings agree with those of the others."""
     stop: Callable[[], None] = lambda: None
     """Drains and ends the process, as SIGTERM does."""
     stand_by: Callable[[], None] = lambda: None
@@ -356,6 +358,7 @@ class _Process:
             )
         )
         await _through_outage(lambda: self._agreement.check(registered=True))
+        context.registered.set()
         if context.metadata != entered:
             # Calls may change the metadata before `register` returns.
             await context.announce()
