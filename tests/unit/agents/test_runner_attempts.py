@@ -12,23 +12,13 @@ import pytest
 import pytest_asyncio
 
 from forge.agents import attempts, conversation
-from forge.agents.attempts import Attempts, Limits
-from forge.agents.domains import Domains
 from forge.agents.environments.base import Reward, Transcript
-from forge.agents.gateways import Gateways
-from forge.agents.scaffolds import Scaffolds
-from forge.agents.scoring.reward_pool import RewardLimits, RewardPool
-from forge.agents.scoring.scoring import Scorer
 from forge.core.errors import ResourceExhausted
-from forge.runtime.rpc.channel import Channels
-from forge.runtime.security.credentials import Security
-from forge.runtime.security.tokens import Keyring
 from forge.v1 import common_pb2
 from forge.v1 import scheduler_pb2 as pb
+from tests.support.agents.attempt_bench import Bench, started_bench
 from tests.support.agents.scripted_gateway import (
-    Instances,
     Message,
-    ScriptedGateway,
     calls,
     replay,
     text,
@@ -36,57 +26,10 @@ from tests.support.agents.scripted_gateway import (
 from tests.support.agents.tasks import SumDomain, SumEpisode, lease
 
 
-class Bench:
-    """Everything around an attempt, with one scripted gateway."""
-
-    def __init__(self, gateway: ScriptedGateway) -> None:
-        self.gateway = gateway
-        self.channels = Channels(Security(Keyring.from_bytes(b"k" * 32)))
-        self.scaffolds = Scaffolds(timeout_s=60.0)
-
-    async def run(
-        self,
-        claim: Any,
-        *,
-        rollout_s: float = 60.0,
-        reward: str = "",
-        domain: Any = None,
-        reward_s: float = 60.0,
-    ) -> Any:
-        """`reward` names a function of `tests.support.agents.reward_functions`."""
-        reference = f"tests.support.agents.reward_functions:{reward}"
-        rewards = RewardPool(
-            {claim.task.domain: reference} if reward else {},
-            limits=RewardLimits(call_s=reward_s, memory_bytes=0, processes=0),
-            workers=1,
-        )
-        attempt = Attempts(
-            gateways=Gateways(
-                Instances(self.gateway.instance),  # type: ignore[arg-type]
-                self.channels,
-                wait_s=5.0,
-            ),
-            scaffolds=self.scaffolds,
-            domain=Domains({"sums": domain or SumDomain()}, rewarded=rewards.domains).get,
-            scorer=Scorer(rewards),
-            limits=Limits(rollout_s=rollout_s, max_tokens=32),
-        )
-        try:
-            return await attempt.run(claim)
-        finally:
-            await rewards.close()
-
-    def session(self, number: int = 0) -> Any:
-        return self.gateway.session(f"token-{number}")
-
-
 @pytest_asyncio.fixture
 async def bench() -> AsyncIterator[Bench]:
-    async with ScriptedGateway(replay(text("4"))) as gateway:
-        made = Bench(gateway)
+    async with started_bench() as made:
         yield made
-        await made.scaffolds.close()
-        await made.channels.close()
 
 
 async def test_a_rollout_is_sealed_with_its_rewards(bench: Bench) -> None:

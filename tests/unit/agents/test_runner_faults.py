@@ -14,20 +14,17 @@ from forge.agents.sandbox.own_time import OutOfTime, most_to_run, within
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from forge.core.queue.dispatch.failures import FailureKind, kind_of_abandoned
 from forge.v1 import scheduler_pb2 as pb
-from tests.support.agents.scripted_gateway import Message, ScriptedGateway, replay, text
+from tests.support.agents.attempt_bench import Bench, started_bench
+from tests.support.agents.scripted_gateway import Message, text
 from tests.support.agents.tasks import SumDomain, lease
-from tests.unit.agents.test_runner_attempts import Bench
 
 TASK, INFRASTRUCTURE = pb.FAILURE_KIND_TASK, pb.FAILURE_KIND_INFRASTRUCTURE
 
 
 @pytest_asyncio.fixture
 async def bench() -> AsyncIterator[Bench]:
-    async with ScriptedGateway(replay(text("4"))) as gateway:
-        made = Bench(gateway)
+    async with started_bench() as made:
         yield made
-        await made.scaffolds.close()
-        await made.channels.close()
 
 
 class Crashing(SumDomain):

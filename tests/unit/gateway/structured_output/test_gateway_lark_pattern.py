@@ -14,11 +14,7 @@ from services.gateway.http.openai.responses.tools import tool_set
 from services.gateway.structured_output.lark_pattern import pattern_of
 from services.gateway.structured_output.whole_text import whole_text
 from tests.support.gateway.chat_templates import make_model
-from tests.unit.gateway.structured_output.test_gateway_turn_grammar import (
-    Judge,
-    grammar_of,
-    request,
-)
+from tests.support.gateway.turn_grammars import Judge, grammar_of, request
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch

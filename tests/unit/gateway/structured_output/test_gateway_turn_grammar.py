@@ -7,20 +7,16 @@ import json
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import collect, get_format
 from forge.core.formats.registry import BUILT_IN
-from forge.grammar.answer_grammar import LIMITS, Kind, source
 from forge.v1 import common_pb2
-from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.turn_request import TurnRequest
-from services.gateway.model.chat_model import ChatModel
 from services.gateway.structured_output.call_syntax import notation_of
 from services.gateway.structured_output.response_format import answer_grammar
-from services.gateway.structured_output.turn_grammar import check, turn_grammar
+from services.gateway.structured_output.turn_grammar import check
 from tests.support.gateway.chat_templates import make_model, make_tokenizer
+from tests.support.gateway.turn_grammars import Judge, grammar_of, request
 
 POINT = {
     "type": "object",
@@ -37,43 +33,8 @@ def tool(name: str, *, strict: bool | None = None, **schema: Any) -> dict[str, A
     return {"type": "function", "function": function}
 
 
-def request(**fields: Any) -> TurnRequest:
-    given = {"sampling": common_pb2.SamplingParams(), "arrived": Moment.now()}
-    return TurnRequest(**{**given, **fields})
-
-
 def held_to(schema: Any) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(grammar=common_pb2.Grammar(json_schema=json.dumps(schema)))
-
-
-def grammar_of(
-    model: ChatModel, asked: TurnRequest, *, opening: str = "", inside: bool = False
-) -> common_pb2.Grammar | None:
-    asyncio.run(check(asked))
-    return turn_grammar(model, asked, opening=opening, inside=inside)
-
-
-class Judge:
-    """What a grammar makes of texts."""
-
-    def __init__(self, family: str, grammar: common_pb2.Grammar | None) -> None:
-        assert grammar is not None
-        tokenizer = make_tokenizer(family)
-        self._tokenizer = LLTokenizer(
-            tokenizer.backend_tokenizer.to_str(), eos_token=tokenizer.eos_token_id
-        )
-        kind: Kind = grammar.WhichOneof("kind") or "lark"
-        text = source(kind, getattr(grammar, kind), lenient=grammar.lenient)
-        self._matcher = LLMatcher(self._tokenizer, text, limits=LIMITS, log_level=0)
-        assert not self._matcher.is_error(), self._matcher.get_error()
-
-    def __call__(self, text: str) -> str:
-        """ "whole", "begun" or "wrong"."""
-        matcher = self._matcher.deep_copy()
-        ids = self._tokenizer.tokenize_str(text)
-        if matcher.try_consume_tokens(ids) < len(ids):
-            return "wrong"
-        return "whole" if matcher.is_accepting() else "begun"
 
 
 def call(name: str, arguments: str) -> str:

@@ -15,7 +15,7 @@ from forge.v1.common_pb2 import SamplingParams
 from services.inference.engines.base import BrokenWeights
 from services.inference.worker.broken_answers import note_broken
 from services.inference.worker.service import PrefillServicer
-from tests.unit.inference.worker.test_inference_missing_shares import OneToken
+from tests.support.inference.one_token import OneToken
 
 
 async def test_broken_answers_are_counted_by_version() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,9 +17,9 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference import kv_codec
-from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece, RefusedHandOff
-from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.base import KvSpan, RefusedHandOff
 from services.inference.worker.service import DecodeServicer
+from tests.support.inference.fetching_engine import FetchingEngine
 from tests.support.inference.weight_sources import SECURITY
 
 DATA = bytes(range(256)) * 8192
@@ -58,33 +58,13 @@ class Prefill(rpc.PrefillServiceServicer):
             yield response
 
 
-class Engine:
-    """Fetches what the prompt's keys and values are, and samples nothing."""
-
-    limits = ModelLimits(context_tokens=8, vocabulary=10)
-    capabilities = Capabilities(
-        engine="none", roles=frozenset({"decode"}), update="in_flight", draws="positional"
-    )
-    fetched: KvSpan | None = None
-
-    def __init__(self, *, records: bool = False) -> None:
-        self.capabilities = replace(self.capabilities, routed_experts=records)
-
-    async def decode(
-        self, prompt: Any, first: Any, fetch: FetchKv, *, stream: bool
-    ) -> AsyncGenerator[Piece, None]:
-        self.fetched = await fetch(0)
-        return
-        yield
-
-
 async def fetched_from(prefill: Prefill, *, records: bool = False) -> KvSpan | None:
     """What a decode worker gets of that prefill instance; `records`: it keeps experts."""
     server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
     server.add_service(
         rpc.add_PrefillServiceServicer_to_server, prefill, full_name="forge.v1.PrefillService"
     )
-    channels, engine = Channels(SECURITY), Engine(records=records)
+    channels, engine = Channels(SECURITY), FetchingEngine(records=records)
     token = (1).to_bytes(4, "little")
     request = pb.DecodeRequest(
         request_id="r",

@@ -17,8 +17,8 @@ from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference.engines.base import KvSpan
 from services.inference.worker import shared_memory
 from services.inference.worker.service import DecodeServicer, PrefillServicer
+from tests.support.inference.fetching_engine import FetchingEngine
 from tests.support.inference.weight_sources import SECURITY
-from tests.unit.inference.worker.test_inference_kv_fetch import Engine
 
 DATA = bytes(range(256)) * 8192
 SPAN = KvSpan(
@@ -85,7 +85,7 @@ async def hand_over(monkeypatch: pytest.MonkeyPatch, *, decode_place: str | None
         PrefillServicer(cast(Any, Held())),
         full_name="forge.v1.PrefillService",
     )
-    channels, engine = Channels(SECURITY), Engine()
+    channels, engine = Channels(SECURITY), FetchingEngine()
     decode = DecodeServicer(cast(Any, engine), channels, silence_s=60.0)
     if decode_place is not None:
         monkeypatch.setattr(decode.fetcher, "shared_memory", decode_place)

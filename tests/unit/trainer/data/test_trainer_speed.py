@@ -21,7 +21,7 @@ from services.trainer.data.credit_rules import CreditRules
 from services.trainer.data.samples import BatchSamples, build_samples
 from services.trainer.data.speed import speed_baselines
 from services.trainer.reporting.run_record import TrainingRecord
-from tests.unit.trainer.data.test_trainer_samples import outcome, reward, trajectory, turn
+from tests.support.trainer.trajectories import outcome, reward, trajectory, turn
 
 PRESETS = ("cispo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce")
 BASELINE_S = 2.0
