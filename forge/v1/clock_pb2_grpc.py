@@ -47,8 +47,8 @@ class ClockServiceServicer(object):
     """
 
     def GetClock(self, request, context):
-        """Returns the wall clock of this instance at some moment of the call. Needs no token: a wrong clock
-        may be the reason why tokens are refused. Safe to retry.
+        """Returns the wall clock of this instance at some moment of the call. Needs no token, because a
+        wrong clock makes services refuse tokens. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,7 +4,7 @@ isort:skip_file
 Messages that several services share.
 
 Arrays of numbers travel as little-endian bytes, never as repeated fields: a 200k-token
-trajectory is then one memcpy. `int32` token ids, `float32` log-probs, `int32` versions.
+trajectory is then one memcpy. Token ids are int32, log-probs float32, versions int32.
 
 Status codes, the same on every service:
   INVALID_ARGUMENT     a field is wrong; the message names field and value. Do not retry.
@@ -16,7 +16,7 @@ Status codes, the same on every service:
   ABORTED              another writer was first. Read again, then decide again.
   RESOURCE_EXHAUSTED   a bounded queue or the disk is full. Retry after the `retry-after-ms`
                        trailing metadata.
-  UNAVAILABLE          the instance starts, drains or is gone. Retry, on another instance if any.
+  UNAVAILABLE          the instance starts, drains or has ended. Retry, on another one if any.
   DEADLINE_EXCEEDED    the call may have succeeded. Every write is idempotent: retry.
   DATA_LOSS            a checksum does not match. Do not retry; an operator must act.
 """
@@ -78,8 +78,8 @@ class _RewardKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardKind
     completion time, without queueing and engine time (docs/training.md).
     """
     REWARD_KIND_AGENT: _RewardKind.ValueType  # 4
-    """What the agent says of itself, from -1 to 1. Only gateways write it, for session tokens of tasks
-    with `agent_rewards`. Not counted unless the trainer has a weight for it (`rewards.agent`).
+    """A reward that the agent gives itself, from -1 to 1. Only gateways write it, for session tokens of
+    tasks with `agent_rewards`. It counts only if the trainer has a weight for it (`rewards.agent`).
     """
 
 class RewardKind(_RewardKind, metaclass=_RewardKindEnumTypeWrapper): ...
@@ -94,8 +94,8 @@ REWARD_KIND_SPEED: RewardKind.ValueType  # 3
 completion time, without queueing and engine time (docs/training.md).
 """
 REWARD_KIND_AGENT: RewardKind.ValueType  # 4
-"""What the agent says of itself, from -1 to 1. Only gateways write it, for session tokens of tasks
-with `agent_rewards`. Not counted unless the trainer has a weight for it (`rewards.agent`).
+"""A reward that the agent gives itself, from -1 to 1. Only gateways write it, for session tokens of
+tasks with `agent_rewards`. It counts only if the trainer has a weight for it (`rewards.agent`).
 """
 Global___RewardKind: _TypeAlias = RewardKind  # noqa: Y015
 
@@ -127,25 +127,25 @@ class _SamplingPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sampli
     SAMPLING_POLICY_UNSPECIFIED: _SamplingPolicy.ValueType  # 0
     """By the scheduler's `domain_sampling`. Without an entry: OVERRIDE in training, AGENT in evaluation."""
     SAMPLING_POLICY_AGENT: _SamplingPolicy.ValueType  # 1
-    """Those of the agent. Greedy answers cannot be trained."""
+    """The agent's. Greedy answers cannot be trained."""
     SAMPLING_POLICY_OVERRIDE: _SamplingPolicy.ValueType  # 2
     """Temperature 1, top_p 1, no top_k, a random seed: the distribution that is trained."""
     SAMPLING_POLICY_BOUND: _SamplingPolicy.ValueType  # 3
-    """Those of the agent within the gateway's bounds (`sampling`), with a random seed."""
+    """The agent's, within the gateway's bounds (`sampling`), with a random seed."""
 
 class SamplingPolicy(_SamplingPolicy, metaclass=_SamplingPolicyEnumTypeWrapper):
-    """Whose sampling parameters (temperature, top_p, top_k, seed) the calls of a rollout use. The gateway
-    tells the agent in a header and records what it asked for.
+    """Source of the sampling parameters (temperature, top_p, top_k, seed) of a rollout's calls. After a
+    change the gateway names it in a response header and records the requested values.
     """
 
 SAMPLING_POLICY_UNSPECIFIED: SamplingPolicy.ValueType  # 0
 """By the scheduler's `domain_sampling`. Without an entry: OVERRIDE in training, AGENT in evaluation."""
 SAMPLING_POLICY_AGENT: SamplingPolicy.ValueType  # 1
-"""Those of the agent. Greedy answers cannot be trained."""
+"""The agent's. Greedy answers cannot be trained."""
 SAMPLING_POLICY_OVERRIDE: SamplingPolicy.ValueType  # 2
 """Temperature 1, top_p 1, no top_k, a random seed: the distribution that is trained."""
 SAMPLING_POLICY_BOUND: SamplingPolicy.ValueType  # 3
-"""Those of the agent within the gateway's bounds (`sampling`), with a random seed."""
+"""The agent's, within the gateway's bounds (`sampling`), with a random seed."""
 Global___SamplingPolicy: _TypeAlias = SamplingPolicy  # noqa: Y015
 
 class _GroupState:
@@ -166,7 +166,7 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     GROUP_STATE_EVALUATED: _GroupState.ValueType  # 5
     """An evaluation group whose rollouts are all sealed."""
     GROUP_STATE_MOVED: _GroupState.ValueType  # 6
-    """On another pool shard, named by `reason`; what is left here is a copy."""
+    """On another pool shard, named by `reason`; the records here are a copy."""
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper): ...
 
@@ -182,7 +182,7 @@ GROUP_STATE_TOMBSTONED: GroupState.ValueType  # 4
 GROUP_STATE_EVALUATED: GroupState.ValueType  # 5
 """An evaluation group whose rollouts are all sealed."""
 GROUP_STATE_MOVED: GroupState.ValueType  # 6
-"""On another pool shard, named by `reason`; what is left here is a copy."""
+"""On another pool shard, named by `reason`; the records here are a copy."""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 class _TrajectoryState:
@@ -197,7 +197,7 @@ class _TrajectoryStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Traje
     TRAJECTORY_STATE_SEALED: _TrajectoryState.ValueType  # 2
     """Complete, with its rewards: can be trained."""
     TRAJECTORY_STATE_ABANDONED: _TrajectoryState.ValueType  # 3
-    """Its rollout failed; stored and never trained."""
+    """The rollout failed; the trajectory is stored and never trained."""
 
 class TrajectoryState(_TrajectoryState, metaclass=_TrajectoryStateEnumTypeWrapper): ...
 
@@ -207,7 +207,7 @@ TRAJECTORY_STATE_OPEN: TrajectoryState.ValueType  # 1
 TRAJECTORY_STATE_SEALED: TrajectoryState.ValueType  # 2
 """Complete, with its rewards: can be trained."""
 TRAJECTORY_STATE_ABANDONED: TrajectoryState.ValueType  # 3
-"""Its rollout failed; stored and never trained."""
+"""The rollout failed; the trajectory is stored and never trained."""
 Global___TrajectoryState: _TypeAlias = TrajectoryState  # noqa: Y015
 
 @_typing.final
@@ -293,12 +293,13 @@ class TensorSlice(_message.Message):
     data: _builtins.bytes
     """Little-endian, C order; at most 1 MiB."""
     xxh3_64: _builtins.int
-    """XXH3-64 of `data`, seed 0. A receiver refuses a slice with another one with DATA_LOSS; instances
-    of an earlier release send none.
+    """XXH3-64 of `data`, seed 0. A receiver refuses a slice with a wrong checksum with DATA_LOSS.
+    Instances of an earlier release send none.
     """
     base_version: _builtins.int
-    """Above 0: `data` is of a delta (forge/runtime/weights/delta.py) against the array of this version, and
-    `whole_bytes` and `offset_bytes` count its bytes. Only in FetchWeightsResponse.slices.
+    """Above 0: `data` is part of a delta (forge/runtime/weights/delta.py) against the array of this
+    version, and `whole_bytes` and `offset_bytes` count the delta's bytes. Only in
+    FetchWeightsResponse.slices.
     """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -347,9 +348,10 @@ class SampledTokens(_message.Message):
     """int32 version of the weights that sampled each token."""
     allowed_logprobs: _builtins.bytes
     """float32: `logprobs` plus this is the log-prob of the token in the model's own distribution at the
-    same temperature; docs/training.md has its use. Without penalties and logit_bias it is the natural log
-    of the total probability of the tokens that grammar, min_tokens, min_p, top_k and top_p allowed: 0 if
-    they excluded no likely token. Empty without any of these. NaN: the engine does not compute it.
+    same temperature; docs/training.md describes its use. Without penalties and logit_bias it is the
+    natural log of the total probability of the tokens that grammar, min_tokens, min_p, top_k and top_p
+    allowed: 0 if they excluded no likely token. Empty if the request sets none of these. NaN: the
+    engine does not compute it.
     """
     top_ids: _builtins.bytes
     """Only with SamplingParams.top_logprobs, n: for each token, the int32 ids of the n likeliest at
@@ -362,8 +364,8 @@ class SampledTokens(_message.Message):
     """
     @_builtins.property
     def routed_experts(self) -> Global___RoutedExperts:
-        """Only with SamplingParams.routes_from, from an engine that records them. In a stream each message
-        continues the rows of those before, and may have rows without tokens.
+        """Only with SamplingParams.routes_from, from an engine that records experts. In a stream each message
+        continues the rows of the messages before, and may have rows without tokens.
         """
 
     def __init__(
@@ -387,8 +389,8 @@ Global___SampledTokens: _TypeAlias = SampledTokens  # noqa: Y015
 
 @_typing.final
 class RoutedExperts(_message.Message):
-    """The experts that a mixture of experts chose for consecutive tokens of prompt and answer, as they
-    were computed. The last sampled token has none: it is computed with the next call.
+    """The experts that a mixture of experts chose for consecutive tokens of prompt and answer, when it
+    computed them. The last sampled token has none: the next call computes it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -445,7 +447,7 @@ class Grammar(_message.Message):
     lark: _builtins.str
     """A grammar in llguidance's dialect of Lark."""
     matched_tokens: _builtins.int
-    """Tokens at the end of the prompt that the grammar has matched already. Set by the router when a
+    """Tokens at the end of the prompt that the grammar has matched already. The router sets it when a
     worker continues the answer of another worker; agents leave it 0.
     """
     lenient: _builtins.bool
@@ -528,21 +530,21 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Leave out tokens less likely than this share of the likeliest one's probability, in [0, 1]."""
     presence_penalty: _builtins.float
-    """Subtracted from the logit of each token that the answer has, and from it once for each time that
-    the answer has it; from -2 to 2.
+    """Subtracted from the logit of each token in the answer: presence_penalty once per distinct token,
+    frequency_penalty once per occurrence; each from -2 to 2.
     """
     frequency_penalty: _builtins.float
     repetition_penalty: _builtins.float
-    """Divides positive logits of the tokens of prompt and answer, and multiplies negative ones; above 0
-    and at most 10. Unset means 1.
+    """Divides the positive logits of tokens in prompt or answer, and multiplies the negative ones; above
+    0 and at most 10. Unset means 1.
     """
     answered_tokens: _builtins.int
     """Tokens at the end of the prompt that belong to the answer, for the penalties. Routers set it when a
     request moves to another worker.
     """
     routes_from: _builtins.int
-    """Return the experts of each token from this index of the prompt on. Engines without the ability, and
-    models without experts, return none. Set by gateways and routers; agents leave it unset.
+    """Return the experts of each token from this index of the prompt on. Engines that record none, and
+    models without experts, return none. Gateways and routers set it; agents leave it unset.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -658,7 +660,7 @@ class RewardEvent(_message.Message):
     agents with "agent:", and refuse such ids from graders.
     """
     name: _builtins.str
-    """Its source, e.g. "exact_answer" or "malformed_tool_call"."""
+    """Source of the reward, e.g. "exact_answer" or "malformed_tool_call"."""
     kind: Global___RewardKind.ValueType
     value: _builtins.float
     """Finite, from -1e6 to 1e6. Outcome and speed usually lie in [0, 1], process in [-1, 1]."""
@@ -727,7 +729,7 @@ class Task(_message.Message):
     [A-Za-z0-9._-].
     """
     domain: _builtins.str
-    """Shares, limits and metrics are kept per domain, e.g. "code"."""
+    """The kind of task, e.g. "code". Shares, limits and metrics are per domain."""
     scaffold: _builtins.str
     """The scaffold that a runner starts, e.g. "blackbox" or "whitebox"."""
     payload_json: _builtins.str
@@ -737,19 +739,19 @@ class Task(_message.Message):
     purpose: Global___Purpose.ValueType
     """Unset means train."""
     tag: _builtins.str
-    """Free label to find results by, e.g. "eval-before"."""
+    """Free label for finding results, e.g. "eval-before"."""
     difficulty: _builtins.float
     """From 0 to 1; batches of the adaptive mode keep the queue's mix of it."""
     priority: _builtins.int
     """Maximum number of earlier training groups that may start after this one; 0: none. At most W - 1
-    and N - 1 are effective. The order in which groups may be trained stays that of the queue.
+    and N - 1 are effective. It does not change the order in which groups may be trained.
     """
     agent_rewards: _builtins.bool
-    """The agent may say how it did: rewards of its session token are stored with kind AGENT. Unset:
-    gateways refuse them.
+    """The agent may reward itself: gateways store rewards of its session token with kind AGENT. Unset:
+    they refuse them.
     """
     user: _builtins.str
-    """The person or customer whose data this is, for erasure by `forge pool erase --user`. At most 200
+    """The person or customer who owns the data, for erasure by `forge pool erase --user`. At most 200
     bytes; "": none.
     """
     chat_template_kwargs_json: _builtins.str
@@ -757,16 +759,16 @@ class Task(_message.Message):
     {"enable_thinking": false}; "": those of its domain. At most 4 KiB.
     """
     sampling: Global___SamplingPolicy.ValueType
-    """Whose sampling parameters its rollouts use."""
+    """Source of the sampling parameters of its rollouts."""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of models beside the policy that its rollouts may call (docs/models.md). Empty: those that
-        the gateway's settings mark `open`. At most 16 of at most 128 bytes.
+        """Names of the other models that its rollouts may call (docs/models.md). Empty: those that the
+        gateway's settings mark `open`. At most 16 of at most 128 bytes.
         """
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Free facts to find results by, e.g. {"repository": "a/b"}; not part of the payload. At most 16
+        """Free facts for finding results, e.g. {"repository": "a/b"}; not part of the payload. At most 16
         keys of [A-Za-z0-9._-], at most 64 characters each, with values of at most 256 bytes.
         """
 
@@ -825,13 +827,13 @@ class GroupRecord(_message.Message):
     pool_shard: _builtins.str
     """The pool shard that has its trajectories."""
     task_digest: _builtins.bytes
-    """Digest of the submitted task, computed by the scheduler. It identifies a task that is submitted
-    again after its payload was freed.
+    """Digest of the submitted task, computed by the scheduler. It recognizes a task that a client
+    submits again after the pool freed its payload.
     """
     settled_unix_s: _builtins.float
-    """Time at which it was trained, tombstoned or evaluated, by the pool's clock; 0 before."""
+    """Time at which the group was settled, by the pool's clock; 0 before."""
     freed_unix_s: _builtins.float
-    """Time at which its turns, rewards and payload were freed; 0 before."""
+    """Time at which the pool freed its turns, rewards and payload; 0 before."""
     @_builtins.property
     def task(self) -> Global___Task: ...
     def __init__(
@@ -912,11 +914,11 @@ class Turn(_message.Message):
     """int32 ids of the prompt after the shared prefix."""
     finish_reason: Global___FinishReason.ValueType
     temperature: _builtins.float
-    """Temperature of the distribution that was sampled from; top_p and top_k below belong to it."""
+    """Temperature of the sampled distribution; top_p and top_k below belong to it."""
     cached_tokens: _builtins.int
     messages_json: _builtins.str
-    """Messages and tools of the request that are new since `parent_turn`, and the answer, as JSON:
-    for viewers, and for a gateway that takes over the session.
+    """Messages and tools of the request that are new since `parent_turn`, and the answer, as JSON, for
+    viewers and for a gateway that takes over the session.
     """
     parse_error: _builtins.str
     """The malformed part of the output; "" if the output parsed."""
@@ -928,33 +930,35 @@ class Turn(_message.Message):
     """Unix time of the end of the answer, seconds; 0 in records older than this field."""
     turns_before: _builtins.int
     """Number of turns of the session that had ended when the request arrived: this turn may depend on
-    the turns with a lower index. Unset if unknown; the rollout has no completion time then.
+    the turns with a lower index. Unset if unknown: the rollout then has no completion time.
     """
     top_p: _builtins.float
     """Nucleus mass; 1: no cut. Unset in records older than this field."""
     top_k: _builtins.int
     """Number of likeliest tokens kept; 0: all. Unset in records older than this field."""
     asked_temperature: _builtins.float
-    """What the agent asked for, where a policy changed it (SamplingPolicy). Unset: what was used."""
+    """Values of the agent's request that a SamplingPolicy replaced. Unset: not replaced."""
     asked_top_p: _builtins.float
     asked_top_k: _builtins.int
     agent: _builtins.str
-    """Name that the agent gave to itself for this call; "": none."""
+    """The agent's name for itself in this call; "": none."""
     train: _builtins.bool
-    """Whether this turn is trained, if the agent said so. Unset: by the trainer's rule of side calls."""
+    """Whether this turn is trained, if the agent's call label says so. Unset: the trainer's rule of side
+    calls decides.
+    """
     offers_tools: _builtins.bool
     """The request offered tools. False in records older than this field."""
     system_digest: _builtins.bytes
     """8 bytes of SHA-256 of the system prompt; empty: none, or a record older than this field."""
     min_p: _builtins.float
-    """As in SamplingParams, as they were used; 0 without one."""
+    """Used values of the fields in SamplingParams; 0: not used."""
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
     repetition_penalty: _builtins.float
     logit_bias: _builtins.bool
-    """Whether there was a logit_bias."""
+    """Whether the sampling used a logit_bias."""
     engine: _builtins.str
-    """Engine that sampled it, as SampleResponse.engine; "" in records older than this field."""
+    """Engine that sampled the answer, as SampleResponse.engine; "" in records older than this field."""
     traceparent: _builtins.str
     """W3C trace context of the model call, for spans of the pool and the trainer; "": not traced."""
     @_builtins.property
@@ -964,8 +968,8 @@ class Turn(_message.Message):
     @_builtins.property
     def other_model(self) -> Global___OtherModel:
         """Set if another model than the policy answered. Such a turn is never trained, and no turn extends
-        it: it has no parent_turn, no prompt_ids and no sampled tokens. Its `messages_json` has the
-        request and the answer for viewers.
+        it: it has no parent_turn, no prompt_ids and no sampled tokens. Its `messages_json` has the request
+        and the answer, for viewers.
         """
 
     def __init__(
@@ -1042,7 +1046,7 @@ Global___Turn: _TypeAlias = Turn  # noqa: Y015
 
 @_typing.final
 class OtherModel(_message.Message):
-    """A model beside the policy, and its own count of one answer (docs/models.md)."""
+    """Another model than the policy, with its own token counts of one answer (docs/models.md)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1051,7 +1055,7 @@ class OtherModel(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name in the gateway's settings."""
+    """Name in the gateway's settings."""
     kind: _builtins.str
     """version, engine, external or embeddings."""
     prompt_tokens: _builtins.int
@@ -1093,7 +1097,7 @@ class Trajectory(_message.Message):
     domain: _builtins.str
     state: Global___TrajectoryState.ValueType
     reason: _builtins.str
-    """Why it was abandoned."""
+    """Reason for the abandonment."""
     sealed_unix_s: _builtins.float
     closing_agent_s: _builtins.float
     """Seconds from the end of its last turn to the end of the agent; unset if unknown."""
@@ -1157,12 +1161,12 @@ class TrajectorySummary(_message.Message):
     domain: _builtins.str
     """"" while open."""
     freed: _builtins.bool
-    """Its turns and rewards were freed (docs/pool.md). The counts stay, and one reward event with the
+    """The pool freed its turns and rewards (docs/pool.md). The counts stay, and one reward event with the
     sum of all outcomes.
     """
     prompt_tokens: _builtins.int
     """Tokens that its turns add to their contexts besides sampled ones: prompts and results of tools. 0
-    of one that was closed by a pool older than this field.
+    if a pool older than this field closed it.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardEvent]: ...

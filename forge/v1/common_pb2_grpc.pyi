@@ -4,7 +4,7 @@ isort:skip_file
 Messages that several services share.
 
 Arrays of numbers travel as little-endian bytes, never as repeated fields: a 200k-token
-trajectory is then one memcpy. `int32` token ids, `float32` log-probs, `int32` versions.
+trajectory is then one memcpy. Token ids are int32, log-probs float32, versions int32.
 
 Status codes, the same on every service:
   INVALID_ARGUMENT     a field is wrong; the message names field and value. Do not retry.
@@ -16,7 +16,7 @@ Status codes, the same on every service:
   ABORTED              another writer was first. Read again, then decide again.
   RESOURCE_EXHAUSTED   a bounded queue or the disk is full. Retry after the `retry-after-ms`
                        trailing metadata.
-  UNAVAILABLE          the instance starts, drains or is gone. Retry, on another instance if any.
+  UNAVAILABLE          the instance starts, drains or has ended. Retry, on another one if any.
   DEADLINE_EXCEEDED    the call may have succeeded. Every write is idempotent: retry.
   DATA_LOSS            a checksum does not match. Do not retry; an operator must act.
 """

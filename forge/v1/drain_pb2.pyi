@@ -24,7 +24,7 @@ class SetDrainingRequest(_message.Message):
     ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     on_behalf_of: _builtins.str
-    """The person for whom a service calls, for the audit log."""
+    """The person on whose behalf a service calls, for the audit log."""
     def __init__(
         self,
         *,

@@ -49,10 +49,10 @@ class DrainServiceServicer(object):
     """
 
     def SetDraining(self, request, context):
-        """Takes the instance out of service for new work, or back. A drained worker gets no new request; work
-        in flight ends there. Returns once discovery says so; a
-        restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
-        mark in discovery is unknown. Idempotent; safe to retry.
+        """Begins or ends a drain. A drained worker gets no new request; work in flight ends there. Returns
+        once discovery shows the drain. A restart of the process ends it. UNAVAILABLE without etcd: the
+        instance continues as before, and discovery may or may not show the change. Idempotent; safe to
+        retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

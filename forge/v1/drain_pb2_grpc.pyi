@@ -36,10 +36,10 @@ class DrainServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DrainServiceAsyncStub: ...
     SetDraining: _grpc.UnaryUnaryMultiCallable[_drain_pb2.SetDrainingRequest, _drain_pb2.SetDrainingResponse]
-    """Takes the instance out of service for new work, or back. A drained worker gets no new request; work
-    in flight ends there. Returns once discovery says so; a
-    restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
-    mark in discovery is unknown. Idempotent; safe to retry.
+    """Begins or ends a drain. A drained worker gets no new request; work in flight ends there. Returns
+    once discovery shows the drain. A restart of the process ends it. UNAVAILABLE without etcd: the
+    instance continues as before, and discovery may or may not show the change. Idempotent; safe to
+    retry.
     """
 
 @_typing.type_check_only
@@ -50,10 +50,10 @@ class DrainServiceAsyncStub(DrainServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetDraining: _aio.UnaryUnaryMultiCallable[_drain_pb2.SetDrainingRequest, _drain_pb2.SetDrainingResponse]  # type: ignore[assignment]
-    """Takes the instance out of service for new work, or back. A drained worker gets no new request; work
-    in flight ends there. Returns once discovery says so; a
-    restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
-    mark in discovery is unknown. Idempotent; safe to retry.
+    """Begins or ends a drain. A drained worker gets no new request; work in flight ends there. Returns
+    once discovery shows the drain. A restart of the process ends it. UNAVAILABLE without etcd: the
+    instance continues as before, and discovery may or may not show the change. Idempotent; safe to
+    retry.
     """
 
 class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -67,10 +67,10 @@ class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _drain_pb2.SetDrainingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_drain_pb2.SetDrainingResponse, _abc.Awaitable[_drain_pb2.SetDrainingResponse]]:
-        """Takes the instance out of service for new work, or back. A drained worker gets no new request; work
-        in flight ends there. Returns once discovery says so; a
-        restart of the process ends the drain. UNAVAILABLE without etcd: the instance continues as before, the
-        mark in discovery is unknown. Idempotent; safe to retry.
+        """Begins or ends a drain. A drained worker gets no new request; work in flight ends there. Returns
+        once discovery shows the drain. A restart of the process ends it. UNAVAILABLE without etcd: the
+        instance continues as before, and discovery may or may not show the change. Idempotent; safe to
+        retry.
         """
 
 def add_DrainServiceServicer_to_server(servicer: DrainServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

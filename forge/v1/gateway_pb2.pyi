@@ -63,8 +63,8 @@ class OpenSessionResponse(_message.Message):
     calls count once.
     """
     unanswered: _builtins.str
-    """Why the last ended model call got no answer, if the agent did not cause it; "" if it was
-    answered.
+    """Reason why the last ended model call got no answer, if the agent did not cause it; "" after an
+    answered call.
     """
     def __init__(
         self,
@@ -364,8 +364,8 @@ class CloseSessionRequest(_message.Message):
     a gateway died before these turns were durable. Abandon the trajectory then.
     """
     after_agent_s: _builtins.float
-    """Seconds from the end of the agent to this call, e.g. for scoring; not a part of the rollout's
-    completion time. Finite, at least 0. PERMISSION_DENIED with a session token, unless 0.
+    """Seconds from the end of the agent to this call, e.g. for scoring; they do not count in the
+    rollout's completion time. Finite, at least 0. PERMISSION_DENIED with a session token, unless 0.
     """
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RewardEvent]: ...

@@ -65,16 +65,16 @@ class GatewayServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def OpenSession(self, request, context):
-        """Describes the session behind the token: its task, model and limits.
-        Session or grader token. UNAUTHENTICATED for a forged or expired one. Safe to retry.
+        """Returns the session of the token: its task, model and limits. Accepts a session or grader token.
+        UNAUTHENTICATED for a forged or expired token. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Runs one turn over messages. Text is streamed while it is sampled; the last response has the
-        complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
+        """Runs one turn over messages. With `stream` text arrives while it is sampled; the last response has
+        the complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
         INVALID_ARGUMENT with the numbers when the context is too long for the model.
         RESOURCE_EXHAUSTED when too many calls are in flight: retry after the given delay.
         FAILED_PRECONDITION if the session is closed.
@@ -84,7 +84,7 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat.
+        """Runs one turn over token ids, for agents that render prompts themselves. Status codes as of Chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +93,7 @@ class GatewayServiceServicer(object):
     def Annotate(self, request, context):
         """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
         With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
-        from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
+        from another event. INVALID_ARGUMENT names a component whose value is not finite or beyond 1e6.
         With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
         kind PROCESS or AGENT from -1 to 1, stored with kind AGENT. RESOURCE_EXHAUSTED, not to be
         retried, if the trajectory would have more of them than the pool's `max_agent_rewards`.
@@ -103,8 +103,9 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
-        retry. Statuses of `rewards` as of Annotate, before anything is closed, except ALREADY_EXISTS.
+        """Seals the trajectory: every turn and reward is on disk when this returns. Aborts calls in flight.
+        Checks `rewards` first, with the status codes of Annotate; only ALREADY_EXISTS comes later.
+        FAILED_PRECONDITION also when the pool refused a turn. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

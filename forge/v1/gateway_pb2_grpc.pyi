@@ -36,58 +36,60 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     OpenSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.OpenSessionRequest, _gateway_pb2.OpenSessionResponse]
-    """Describes the session behind the token: its task, model and limits.
-    Session or grader token. UNAUTHENTICATED for a forged or expired one. Safe to retry.
+    """Returns the session of the token: its task, model and limits. Accepts a session or grader token.
+    UNAUTHENTICATED for a forged or expired token. Safe to retry.
     """
     Chat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
-    """Runs one turn over messages. Text is streamed while it is sampled; the last response has the
-    complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
+    """Runs one turn over messages. With `stream` text arrives while it is sampled; the last response has
+    the complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
     INVALID_ARGUMENT with the numbers when the context is too long for the model.
     RESOURCE_EXHAUSTED when too many calls are in flight: retry after the given delay.
     FAILED_PRECONDITION if the session is closed.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
-    """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat."""
+    """Runs one turn over token ids, for agents that render prompts themselves. Status codes as of Chat."""
     Annotate: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.AnnotateRequest, _gateway_pb2.AnnotateResponse]
     """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
     With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
-    from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
+    from another event. INVALID_ARGUMENT names a component whose value is not finite or beyond 1e6.
     With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
     kind PROCESS or AGENT from -1 to 1, stored with kind AGENT. RESOURCE_EXHAUSTED, not to be
     retried, if the trajectory would have more of them than the pool's `max_agent_rewards`.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
-    """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
-    retry. Statuses of `rewards` as of Annotate, before anything is closed, except ALREADY_EXISTS.
+    """Seals the trajectory: every turn and reward is on disk when this returns. Aborts calls in flight.
+    Checks `rewards` first, with the status codes of Annotate; only ALREADY_EXISTS comes later.
+    FAILED_PRECONDITION also when the pool refused a turn. Idempotent; safe to retry.
     """
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.OpenSessionRequest, _gateway_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """Describes the session behind the token: its task, model and limits.
-    Session or grader token. UNAUTHENTICATED for a forged or expired one. Safe to retry.
+    """Returns the session of the token: its task, model and limits. Accepts a session or grader token.
+    UNAUTHENTICATED for a forged or expired token. Safe to retry.
     """
     Chat: _aio.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
-    """Runs one turn over messages. Text is streamed while it is sampled; the last response has the
-    complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
+    """Runs one turn over messages. With `stream` text arrives while it is sampled; the last response has
+    the complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
     INVALID_ARGUMENT with the numbers when the context is too long for the model.
     RESOURCE_EXHAUSTED when too many calls are in flight: retry after the given delay.
     FAILED_PRECONDITION if the session is closed.
     """
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat."""
+    """Runs one turn over token ids, for agents that render prompts themselves. Status codes as of Chat."""
     Annotate: _aio.UnaryUnaryMultiCallable[_gateway_pb2.AnnotateRequest, _gateway_pb2.AnnotateResponse]  # type: ignore[assignment]
     """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
     With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
-    from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
+    from another event. INVALID_ARGUMENT names a component whose value is not finite or beyond 1e6.
     With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
     kind PROCESS or AGENT from -1 to 1, stored with kind AGENT. RESOURCE_EXHAUSTED, not to be
     retried, if the trajectory would have more of them than the pool's `max_agent_rewards`.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
-    retry. Statuses of `rewards` as of Annotate, before anything is closed, except ALREADY_EXISTS.
+    """Seals the trajectory: every turn and reward is on disk when this returns. Aborts calls in flight.
+    Checks `rewards` first, with the status codes of Annotate; only ALREADY_EXISTS comes later.
+    FAILED_PRECONDITION also when the pool refused a turn. Idempotent; safe to retry.
     """
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -97,8 +99,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.OpenSessionResponse, _abc.Awaitable[_gateway_pb2.OpenSessionResponse]]:
-        """Describes the session behind the token: its task, model and limits.
-        Session or grader token. UNAUTHENTICATED for a forged or expired one. Safe to retry.
+        """Returns the session of the token: its task, model and limits. Accepts a session or grader token.
+        UNAUTHENTICATED for a forged or expired token. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -107,8 +109,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.ChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ChatResponse], _abc.AsyncIterator[_gateway_pb2.ChatResponse]]:
-        """Runs one turn over messages. Text is streamed while it is sampled; the last response has the
-        complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
+        """Runs one turn over messages. With `stream` text arrives while it is sampled; the last response has
+        the complete answer. Not idempotent: each call samples. A cancel aborts within one decode step.
         INVALID_ARGUMENT with the numbers when the context is too long for the model.
         RESOURCE_EXHAUSTED when too many calls are in flight: retry after the given delay.
         FAILED_PRECONDITION if the session is closed.
@@ -120,7 +122,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
-        """Runs one turn over token ids, for agents that render prompts themselves. Statuses as of Chat."""
+        """Runs one turn over token ids, for agents that render prompts themselves. Status codes as of Chat."""
 
     @_abc_1.abstractmethod
     def Annotate(
@@ -130,7 +132,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_gateway_pb2.AnnotateResponse, _abc.Awaitable[_gateway_pb2.AnnotateResponse]]:
         """Adds reward components while the session is open. Idempotent by event id. Safe to retry.
         With the grader token: any component. ALREADY_EXISTS for an outcome if the trajectory has one
-        from another event. INVALID_ARGUMENT names a component whose value is not finite or absurd.
+        from another event. INVALID_ARGUMENT names a component whose value is not finite or beyond 1e6.
         With the session token: PERMISSION_DENIED unless the task has `agent_rewards`; then components of
         kind PROCESS or AGENT from -1 to 1, stored with kind AGENT. RESOURCE_EXHAUSTED, not to be
         retried, if the trajectory would have more of them than the pool's `max_agent_rewards`.
@@ -142,8 +144,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
-        """Seals the trajectory: every turn and reward is on disk when this returns. Idempotent; safe to
-        retry. Statuses of `rewards` as of Annotate, before anything is closed, except ALREADY_EXISTS.
+        """Seals the trajectory: every turn and reward is on disk when this returns. Aborts calls in flight.
+        Checks `rewards` first, with the status codes of Annotate; only ALREADY_EXISTS comes later.
+        FAILED_PRECONDITION also when the pool refused a turn. Idempotent; safe to retry.
         """
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

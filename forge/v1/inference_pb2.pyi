@@ -37,9 +37,9 @@ class SampleRequest(_message.Message):
     prompt_ids: _builtins.bytes
     """int32 ids, little-endian; at least one."""
     stream: _builtins.bool
-    """Send tokens as they are sampled instead of all at the end."""
+    """Send tokens while they are sampled, not all at the end."""
     traceparent: _builtins.str
-    """W3C trace context of the caller; "": not traced. In metadata it would be that of the stream."""
+    """W3C trace context of the call; "": not traced. Not in metadata, which belong to the whole stream."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -272,7 +272,9 @@ class WorkerStreamRequest(_message.Message):
 
     @_builtins.property
     def read(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRead]:
-        """What the caller has taken from its calls since it last said so; needed from 128 KiB of a call on."""
+        """Bytes that the caller has read from its calls since its last report; needed from 128 KiB of a call
+        on.
+        """
 
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -451,7 +453,7 @@ class WorkerStatus(_message.Message):
     engine: _builtins.str
     """Name of its engine; "unknown" for a worker of an earlier release."""
     draining: _builtins.bool
-    """An operator drains it: it gets no new request."""
+    """An operator drains the worker: it gets no new request."""
     reported_blocks: _builtins.int
     """Blocks of its prefix cache that it has reported to this router; 0 for a worker without reports."""
     def __init__(
@@ -543,8 +545,8 @@ class WatchCacheResponse(_message.Message):
     gap.
     """
     anew: _builtins.bool
-    """The cache has no other blocks than those in `stored`: the first response, and each after which
-    earlier ones are void.
+    """The cache has no other blocks than those in `stored`; earlier responses are void. Set in the first
+    response, and after a loss of events.
     """
     removed: _builtins.bytes
     """Chain hashes of blocks, 8 bytes each: blake2b of the block's ids (int32, little-endian) with the
@@ -611,11 +613,11 @@ class PrefillResponse(_message.Message):
     STORED_TOKENS_FIELD_NUMBER: _builtins.int
     STORED_S_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """Tokens of the prompt that were not computed: from the worker's prefix cache or a KV store."""
+    """Tokens of the prompt from the worker's prefix cache or a KV store, which it did not compute."""
     queue_s: _builtins.float
     prefill_s: _builtins.float
     stored_tokens: _builtins.int
-    """Those of `cached_tokens` that were read from the KV store, and the part of `prefill_s` it took."""
+    """Tokens of `cached_tokens` from the KV store, and the part of `prefill_s` for reading them."""
     stored_s: _builtins.float
     @_builtins.property
     def first(self) -> _common_pb2.SampledTokens:
@@ -657,7 +659,7 @@ class FetchKvRequest(_message.Message):
     from_token: _builtins.int
     """The decode instance already has the tokens before this one."""
     release: _builtins.bool
-    """Release the cache after it is sent completely, without a ReleaseKv."""
+    """Release the cache once it is completely sent, without a ReleaseKv."""
     slices: _builtins.bool
     """The caller accepts slices. An instance of an earlier release sends chunks nevertheless."""
     session_id: _builtins.str
@@ -667,10 +669,11 @@ class FetchKvRequest(_message.Message):
     with `shared` instead of the data.
     """
     early: _builtins.bool
-    """The prompt may still be computed, or its Prefill be on its way. The instance sends what is there,
-    in blocks of consecutive tokens with all fields of a response each, and further blocks as they are
-    computed. An empty response says that it still computes. The last block ends with the prompt's
-    last token and has `first`. Only to an instance with the hand-off kind `kv_blocks_early`.
+    """Fetch while the instance computes the prompt, or before its Prefill arrives. The instance sends
+    the computed part in blocks of consecutive tokens, each with all fields of a response, and further
+    blocks as it computes them. An empty response means that it still computes. The last block ends
+    with the prompt's last token and has `first`. Only to an instance with the hand-off kind
+    `kv_blocks_early`.
     """
     model_fingerprint: _builtins.bytes
     """`model_fingerprint` of the caller's model; empty: unknown."""
@@ -760,22 +763,23 @@ class FetchKvResponse(_message.Message):
     last token, in the array's type. A decode instance without it drafts from its second step on.
     """
     last_state_xxh3_64: _builtins.int
-    """XXH3-64 of `last_state`, seed 0. A receiver refuses another one with DATA_LOSS."""
+    """XXH3-64 of `last_state`, seed 0. A receiver refuses a wrong checksum with DATA_LOSS."""
     model_fingerprint: _builtins.bytes
     """Names the model's architecture and the layout of its keys and values; empty from an earlier
-    release. Of another one: refuse the hand-off.
+    release. A receiver with another fingerprint refuses the hand-off.
     """
     @_builtins.property
     def block(self) -> _common_pb2.Chunk: ...
     @_builtins.property
     def slice(self) -> _common_pb2.TensorSlice:
-        """Instead of `block`: a slice of the array "kv", with the shape of KvBlock. The fields below are
-        those of KvBlock and set in each response with a slice. Before the response or slices that end with
-        the prompt, for a model with recurrent layers: slices of the array "recurrent", bytes with the states
-        of these layers after the prompt's last token, without the fields below. Only with
-        FetchKvRequest.slices; else FAILED_PRECONDITION. In the same place, with FetchKvRequest.experts and
-        if the instance records experts: slices of the array "experts", bytes with a row for each token from
-        FetchKvRequest.from_token to the end of the prompt.
+        """Instead of `block`: a slice of an array.
+        - "kv", with the shape of KvBlock. The fields below are those of KvBlock, and set in each response
+          with a slice of it.
+        - "recurrent", for a model with recurrent layers: bytes with the recurrent states after the prompt's
+          last token, without the fields below. Needs FetchKvRequest.slices; else FAILED_PRECONDITION.
+        - "experts", with FetchKvRequest.experts, if the instance records experts: bytes with a row for each
+          token from FetchKvRequest.from_token to the end of the prompt.
+        Slices of "recurrent" and "experts" come before the response or slices that end with the prompt.
         """
 
     @_builtins.property
@@ -901,12 +905,12 @@ class DecodeRequest(_message.Message):
     session_id: _builtins.str
     """Session of the request, for logs."""
     early: _builtins.bool
-    """The prompt is still computed: `first` is unset and comes with the KV (FetchKvRequest.early). Only
-    to an instance with the hand-off kind `kv_blocks_early`.
+    """Prefill still computes the prompt: `first` is unset and comes with the KV (FetchKvRequest.early).
+    Only to an instance with the hand-off kind `kv_blocks_early`.
     """
     prefill: _builtins.bool
-    """The instance reads the prompt itself: `prefill_address`, `first` and `early` are unset. Only to an
-    instance with `prefills_in_decode` in its metadata.
+    """The instance computes the prompt itself: `prefill_address`, `first` and `early` are unset. Only to
+    an instance with `prefills_in_decode` in its metadata.
     """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
@@ -950,16 +954,16 @@ class DecodeResponse(_message.Message):
     queue_s: _builtins.float
     decode_s: _builtins.float
     fetched_tokens: _builtins.int
-    """Set with the finish reason: the tokens whose keys and values it fetched, and the time it took; of
-    an early hand-off the time of its last block.
+    """Set with the finish reason: the tokens whose keys and values the instance fetched, and the time of
+    the fetch; in an early hand-off the time of its last block.
     """
     fetch_s: _builtins.float
     @_builtins.property
     def tokens(self) -> _common_pb2.SampledTokens: ...
     @_builtins.property
     def prefilled(self) -> Global___PrefillResponse:
-        """Of a request with `prefill`, in the first response, which has no `tokens`: the read prompt and its
-        first token. With a finish reason, if that token ends the answer.
+        """For a request with `prefill`, in the first response, which has no `tokens`: the result of the
+        prefill, with the first token. Has a finish reason if that token ends the answer.
         """
 
     def __init__(
@@ -1053,9 +1057,9 @@ class FetchWeightsRequest(_message.Message):
     a whole tensor. An instance sends them where it has both versions and the delta is smaller.
     """
     segments: _builtins.bool
-    """With `slices`: the caller knows the segments of the announcement. An instance that has one segment
-    alone ends its stream with it. It refuses other calls with FAILED_PRECONDITION, and a `from_tensor`
-    outside of its segment with NOT_FOUND: retry on the rank that the announcement names for it.
+    """With `slices`: the caller knows the segments of the announcement. An instance with one segment
+    alone ends its stream after it. Without this field it refuses with FAILED_PRECONDITION; a
+    `from_tensor` outside of its segment gets NOT_FOUND: retry on the rank that the announcement names.
     """
     def __init__(
         self,

@@ -60,24 +60,23 @@ class InferenceServiceServicer(object):
         """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
         When a worker dies, another one continues after the tokens already sent, so the caller gets
         UNAVAILABLE only when no worker is left, or when those left cannot resume the answer (a grammar,
-        penalties): retry it whole. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT with the
-        numbers when the prompt does not fit, and at once, with the field and every engine, when no engine
-        that is present can serve what the request asks (forge-error UnsupportedByEngines): do not retry
-        before the workers change. While a worker that could has just left, the request waits for it.
-        Cancel to abort.
+        penalties): then retry the whole call. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT
+        with the numbers when the prompt does not fit, and at once, with the field and every engine, when
+        no present engine can serve the request (forge-error UnsupportedByEngines): do not retry before the
+        workers change. If a worker that could serve it left a moment ago, the request waits for its
+        return. Cancel to abort.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SampleStream(self, request_iterator, context):
-        """Many Samples on one kept stream, because one RPC per answer costs a busy caller more than the
-        tokens in it. Each behaves as a call of Sample, with its own deadline, status and order. A
-        message has the events of any calls that wait at that moment. When the stream is lost, every
-        call on it without an end fails with UNAVAILABLE. A draining instance refuses new calls with
-        UNAVAILABLE, and ends the stream with OK after the other calls. INVALID_ARGUMENT, for the
-        stream, when its call numbers do not increase. Backpressure: while the caller leaves 8 MiB
-        unread, all calls of the stream wait.
+        """Runs many Sample calls on one long-lived stream, because one RPC per answer costs a busy caller
+        more than the tokens in it. Each call behaves as Sample, with its own deadline, status and order. A
+        message has the waiting events of any calls. When the stream is lost, every call on it without an
+        end fails with UNAVAILABLE. A draining instance refuses new calls with UNAVAILABLE, and ends the
+        stream with OK after the other calls. INVALID_ARGUMENT, for the stream, when its call numbers do
+        not increase. Backpressure: while the caller leaves 8 MiB unread, all calls of the stream wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,27 +233,27 @@ class PrefillServiceServicer(object):
     """
 
     def Prefill(self, request, context):
-        """Computes the prompt's KV cache and samples the first token. The cache is kept for `hold_s`
-        seconds or until released. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
+        """Computes the prompt's KV cache and samples the first token. Holds the cache for `hold_s` seconds or
+        until its release. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchKv(self, request, context):
-        """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
-        serialized KvBlock in chunks. With `early` also of a prompt that is still computed: see there.
-        NOT_FOUND after its release, and with `early` when the prefill ends without a result or does not
-        begin: prefill again. FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept
-        slices, and before any data when it is of another model than `model_fingerprint`, or begins
-        behind tokens of another version than `prefix_version`: fetch it from token 0.
+        """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a serialized
+        KvBlock in chunks. With `early` also while the prompt is computed: see there. NOT_FOUND after its
+        release, and with `early` when the prefill ends without a result or does not begin: prefill again.
+        FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept slices; and before any
+        data when its model differs from `model_fingerprint`, or when the tokens before `from_token` have
+        another version than `prefix_version`: then fetch from token 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseKv(self, request, context):
-        """Releases a kept cache. Idempotent.
+        """Releases a held cache. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -396,8 +395,8 @@ class DecodeServiceServicer(object):
     def Decode(self, request, context):
         """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
         Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
-        instance is gone: the router prefills again on another one. With `prefill`, which needs the role
-        both, it is Prefill and Decode in one call, with the errors of both.
+        instance has ended: the router prefills again on another one. With `prefill`, which needs the role
+        both, the call is Prefill and Decode in one, with the errors of both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -473,15 +472,15 @@ class WorkerServiceServicer(object):
     """
 
     def WorkerStream(self, request_iterator, context):
-        """Many Prefills and Decodes on one kept stream, because an RPC per answer costs router and worker
-        more than the answer. Each behaves as the call of its own service, with its own deadline, status
-        and order; it has a prefill event or decode events, then an end. A message has the events of any
-        calls that wait at that moment. When the stream is lost, every call on it without an end fails with
-        UNAVAILABLE, and the worker releases the prompts that it holds for Prefills of this stream: their
-        only reader was the router. A draining instance serves new calls until it has no work, then
+        """Runs many Prefill and Decode calls on one long-lived stream, because an RPC per answer costs router
+        and worker more than the answer. Each call behaves as that of its own service, with its own
+        deadline, status and order; it has a prefill event or decode events, then an end. A message has the
+        waiting events of any calls. When the stream is lost, every call on it without an end fails with
+        UNAVAILABLE, and the worker releases the prompts that it holds for Prefill calls of this stream:
+        the router was their only reader. A draining instance serves new calls until it has no work, then
         refuses them with UNAVAILABLE and ends the stream with OK. INVALID_ARGUMENT, for the stream, when
-        its call numbers do not increase. Backpressure: a call waits while 256 KiB of its events are not
-        `read`, the others go on; all calls wait while the caller leaves 8 MiB of the stream unread.
+        its call numbers do not increase. Backpressure: a call alone waits while 256 KiB of its events are
+        not `read`; all calls wait while the caller leaves 8 MiB of the stream unread.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -557,9 +556,9 @@ class CacheServiceServicer(object):
     """
 
     def WatchCache(self, request, context):
-        """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a
-        second. Ends with the process. Open it again after any failure: it begins anew. UNIMPLEMENTED
-        when the engine does not report its cache: then guess it.
+        """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a second.
+        Ends with the process. After any failure open the stream again: it begins with the content.
+        UNIMPLEMENTED when the engine does not report its cache: then estimate it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -614,7 +613,7 @@ class CacheService(object):
 
 
 class WeightServiceStub(object):
-    """Served by the trainer and by every worker with weights: workers supply each other.
+    """Served by the trainer and by every worker with weights: workers send weights to each other.
     """
 
     def __init__(self, channel):
@@ -636,14 +635,14 @@ class WeightServiceStub(object):
 
 
 class WeightServiceServicer(object):
-    """Served by the trainer and by every worker with weights: workers supply each other.
+    """Served by the trainer and by every worker with weights: workers send weights to each other.
     """
 
     def FetchWeights(self, request, context):
-        """Sends the weights of one version, one tensor after the other in the manifest's order: in slices,
-        or as serialized Tensors in chunks. NOT_FOUND when this instance does not have that version:
-        retry on another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept
-        slices. After any other failure retry, here or on another instance, after the received bytes.
+        """Sends the weights of one version, tensor after tensor in the manifest's order: in slices, or as
+        serialized Tensors in chunks. NOT_FOUND when this instance does not have that version: retry on
+        another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept slices.
+        After any other failure retry, here or on another instance, after the received bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -680,7 +679,7 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService(object):
-    """Served by the trainer and by every worker with weights: workers supply each other.
+    """Served by the trainer and by every worker with weights: workers send weights to each other.
     """
 
     @staticmethod

@@ -39,20 +39,19 @@ class InferenceServiceStub:
     """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
     When a worker dies, another one continues after the tokens already sent, so the caller gets
     UNAVAILABLE only when no worker is left, or when those left cannot resume the answer (a grammar,
-    penalties): retry it whole. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT with the
-    numbers when the prompt does not fit, and at once, with the field and every engine, when no engine
-    that is present can serve what the request asks (forge-error UnsupportedByEngines): do not retry
-    before the workers change. While a worker that could has just left, the request waits for it.
-    Cancel to abort.
+    penalties): then retry the whole call. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT
+    with the numbers when the prompt does not fit, and at once, with the field and every engine, when
+    no present engine can serve the request (forge-error UnsupportedByEngines): do not retry before the
+    workers change. If a worker that could serve it left a moment ago, the request waits for its
+    return. Cancel to abort.
     """
     SampleStream: _grpc.StreamStreamMultiCallable[_inference_pb2.SampleStreamRequest, _inference_pb2.SampleStreamResponse]
-    """Many Samples on one kept stream, because one RPC per answer costs a busy caller more than the
-    tokens in it. Each behaves as a call of Sample, with its own deadline, status and order. A
-    message has the events of any calls that wait at that moment. When the stream is lost, every
-    call on it without an end fails with UNAVAILABLE. A draining instance refuses new calls with
-    UNAVAILABLE, and ends the stream with OK after the other calls. INVALID_ARGUMENT, for the
-    stream, when its call numbers do not increase. Backpressure: while the caller leaves 8 MiB
-    unread, all calls of the stream wait.
+    """Runs many Sample calls on one long-lived stream, because one RPC per answer costs a busy caller
+    more than the tokens in it. Each call behaves as Sample, with its own deadline, status and order. A
+    message has the waiting events of any calls. When the stream is lost, every call on it without an
+    end fails with UNAVAILABLE. A draining instance refuses new calls with UNAVAILABLE, and ends the
+    stream with OK after the other calls. INVALID_ARGUMENT, for the stream, when its call numbers do
+    not increase. Backpressure: while the caller leaves 8 MiB unread, all calls of the stream wait.
     """
     GetInferenceStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetInferenceStatusRequest, _inference_pb2.GetInferenceStatusResponse]
     """Returns the served model and the load of each worker."""
@@ -66,20 +65,19 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
     When a worker dies, another one continues after the tokens already sent, so the caller gets
     UNAVAILABLE only when no worker is left, or when those left cannot resume the answer (a grammar,
-    penalties): retry it whole. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT with the
-    numbers when the prompt does not fit, and at once, with the field and every engine, when no engine
-    that is present can serve what the request asks (forge-error UnsupportedByEngines): do not retry
-    before the workers change. While a worker that could has just left, the request waits for it.
-    Cancel to abort.
+    penalties): then retry the whole call. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT
+    with the numbers when the prompt does not fit, and at once, with the field and every engine, when
+    no present engine can serve the request (forge-error UnsupportedByEngines): do not retry before the
+    workers change. If a worker that could serve it left a moment ago, the request waits for its
+    return. Cancel to abort.
     """
     SampleStream: _aio.StreamStreamMultiCallable[_inference_pb2.SampleStreamRequest, _inference_pb2.SampleStreamResponse]  # type: ignore[assignment]
-    """Many Samples on one kept stream, because one RPC per answer costs a busy caller more than the
-    tokens in it. Each behaves as a call of Sample, with its own deadline, status and order. A
-    message has the events of any calls that wait at that moment. When the stream is lost, every
-    call on it without an end fails with UNAVAILABLE. A draining instance refuses new calls with
-    UNAVAILABLE, and ends the stream with OK after the other calls. INVALID_ARGUMENT, for the
-    stream, when its call numbers do not increase. Backpressure: while the caller leaves 8 MiB
-    unread, all calls of the stream wait.
+    """Runs many Sample calls on one long-lived stream, because one RPC per answer costs a busy caller
+    more than the tokens in it. Each call behaves as Sample, with its own deadline, status and order. A
+    message has the waiting events of any calls. When the stream is lost, every call on it without an
+    end fails with UNAVAILABLE. A draining instance refuses new calls with UNAVAILABLE, and ends the
+    stream with OK after the other calls. INVALID_ARGUMENT, for the stream, when its call numbers do
+    not increase. Backpressure: while the caller leaves 8 MiB unread, all calls of the stream wait.
     """
     GetInferenceStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetInferenceStatusRequest, _inference_pb2.GetInferenceStatusResponse]  # type: ignore[assignment]
     """Returns the served model and the load of each worker."""
@@ -96,11 +94,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples one continuation. Tokens arrive in order; the last response has a finish reason.
         When a worker dies, another one continues after the tokens already sent, so the caller gets
         UNAVAILABLE only when no worker is left, or when those left cannot resume the answer (a grammar,
-        penalties): retry it whole. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT with the
-        numbers when the prompt does not fit, and at once, with the field and every engine, when no engine
-        that is present can serve what the request asks (forge-error UnsupportedByEngines): do not retry
-        before the workers change. While a worker that could has just left, the request waits for it.
-        Cancel to abort.
+        penalties): then retry the whole call. RESOURCE_EXHAUSTED when the queue is full. INVALID_ARGUMENT
+        with the numbers when the prompt does not fit, and at once, with the field and every engine, when
+        no present engine can serve the request (forge-error UnsupportedByEngines): do not retry before the
+        workers change. If a worker that could serve it left a moment ago, the request waits for its
+        return. Cancel to abort.
         """
 
     @_abc_1.abstractmethod
@@ -109,13 +107,12 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.SampleStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.SampleStreamResponse], _abc.AsyncIterator[_inference_pb2.SampleStreamResponse]]:
-        """Many Samples on one kept stream, because one RPC per answer costs a busy caller more than the
-        tokens in it. Each behaves as a call of Sample, with its own deadline, status and order. A
-        message has the events of any calls that wait at that moment. When the stream is lost, every
-        call on it without an end fails with UNAVAILABLE. A draining instance refuses new calls with
-        UNAVAILABLE, and ends the stream with OK after the other calls. INVALID_ARGUMENT, for the
-        stream, when its call numbers do not increase. Backpressure: while the caller leaves 8 MiB
-        unread, all calls of the stream wait.
+        """Runs many Sample calls on one long-lived stream, because one RPC per answer costs a busy caller
+        more than the tokens in it. Each call behaves as Sample, with its own deadline, status and order. A
+        message has the waiting events of any calls. When the stream is lost, every call on it without an
+        end fails with UNAVAILABLE. A draining instance refuses new calls with UNAVAILABLE, and ends the
+        stream with OK after the other calls. INVALID_ARGUMENT, for the stream, when its call numbers do
+        not increase. Backpressure: while the caller leaves 8 MiB unread, all calls of the stream wait.
         """
 
     @_abc_1.abstractmethod
@@ -136,19 +133,19 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PrefillRequest, _inference_pb2.PrefillResponse]
-    """Computes the prompt's KV cache and samples the first token. The cache is kept for `hold_s`
-    seconds or until released. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
+    """Computes the prompt's KV cache and samples the first token. Holds the cache for `hold_s` seconds or
+    until its release. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
     """
     FetchKv: _grpc.UnaryStreamMultiCallable[_inference_pb2.FetchKvRequest, _inference_pb2.FetchKvResponse]
-    """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
-    serialized KvBlock in chunks. With `early` also of a prompt that is still computed: see there.
-    NOT_FOUND after its release, and with `early` when the prefill ends without a result or does not
-    begin: prefill again. FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept
-    slices, and before any data when it is of another model than `model_fingerprint`, or begins
-    behind tokens of another version than `prefix_version`: fetch it from token 0.
+    """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a serialized
+    KvBlock in chunks. With `early` also while the prompt is computed: see there. NOT_FOUND after its
+    release, and with `early` when the prefill ends without a result or does not begin: prefill again.
+    FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept slices; and before any
+    data when its model differs from `model_fingerprint`, or when the tokens before `from_token` have
+    another version than `prefix_version`: then fetch from token 0.
     """
     ReleaseKv: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseKvRequest, _inference_pb2.ReleaseKvResponse]
-    """Releases a kept cache. Idempotent."""
+    """Releases a held cache. Idempotent."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -156,19 +153,19 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryUnaryMultiCallable[_inference_pb2.PrefillRequest, _inference_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes the prompt's KV cache and samples the first token. The cache is kept for `hold_s`
-    seconds or until released. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
+    """Computes the prompt's KV cache and samples the first token. Holds the cache for `hold_s` seconds or
+    until its release. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
     """
     FetchKv: _aio.UnaryStreamMultiCallable[_inference_pb2.FetchKvRequest, _inference_pb2.FetchKvResponse]  # type: ignore[assignment]
-    """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
-    serialized KvBlock in chunks. With `early` also of a prompt that is still computed: see there.
-    NOT_FOUND after its release, and with `early` when the prefill ends without a result or does not
-    begin: prefill again. FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept
-    slices, and before any data when it is of another model than `model_fingerprint`, or begins
-    behind tokens of another version than `prefix_version`: fetch it from token 0.
+    """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a serialized
+    KvBlock in chunks. With `early` also while the prompt is computed: see there. NOT_FOUND after its
+    release, and with `early` when the prefill ends without a result or does not begin: prefill again.
+    FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept slices; and before any
+    data when its model differs from `model_fingerprint`, or when the tokens before `from_token` have
+    another version than `prefix_version`: then fetch from token 0.
     """
     ReleaseKv: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseKvRequest, _inference_pb2.ReleaseKvResponse]  # type: ignore[assignment]
-    """Releases a kept cache. Idempotent."""
+    """Releases a held cache. Idempotent."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by a prefill instance."""
@@ -179,8 +176,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.PrefillResponse, _abc.Awaitable[_inference_pb2.PrefillResponse]]:
-        """Computes the prompt's KV cache and samples the first token. The cache is kept for `hold_s`
-        seconds or until released. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
+        """Computes the prompt's KV cache and samples the first token. Holds the cache for `hold_s` seconds or
+        until its release. RESOURCE_EXHAUSTED when the memory is full. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -189,12 +186,12 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.FetchKvRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.FetchKvResponse], _abc.AsyncIterator[_inference_pb2.FetchKvResponse]]:
-        """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a
-        serialized KvBlock in chunks. With `early` also of a prompt that is still computed: see there.
-        NOT_FOUND after its release, and with `early` when the prefill ends without a result or does not
-        begin: prefill again. FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept
-        slices, and before any data when it is of another model than `model_fingerprint`, or begins
-        behind tokens of another version than `prefix_version`: fetch it from token 0.
+        """Sends the KV cache of a prefilled request from token `from_token` on: in slices, or as a serialized
+        KvBlock in chunks. With `early` also while the prompt is computed: see there. NOT_FOUND after its
+        release, and with `early` when the prefill ends without a result or does not begin: prefill again.
+        FAILED_PRECONDITION when it exceeds 2 GiB and the caller does not accept slices; and before any
+        data when its model differs from `model_fingerprint`, or when the tokens before `from_token` have
+        another version than `prefix_version`: then fetch from token 0.
         """
 
     @_abc_1.abstractmethod
@@ -203,7 +200,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ReleaseKvRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ReleaseKvResponse, _abc.Awaitable[_inference_pb2.ReleaseKvResponse]]:
-        """Releases a kept cache. Idempotent."""
+        """Releases a held cache. Idempotent."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -217,8 +214,8 @@ class DecodeServiceStub:
     Decode: _grpc.UnaryStreamMultiCallable[_inference_pb2.DecodeRequest, _inference_pb2.DecodeResponse]
     """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
     Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
-    instance is gone: the router prefills again on another one. With `prefill`, which needs the role
-    both, it is Prefill and Decode in one call, with the errors of both.
+    instance has ended: the router prefills again on another one. With `prefill`, which needs the role
+    both, the call is Prefill and Decode in one, with the errors of both.
     """
 
 @_typing.type_check_only
@@ -229,8 +226,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Decode: _aio.UnaryStreamMultiCallable[_inference_pb2.DecodeRequest, _inference_pb2.DecodeResponse]  # type: ignore[assignment]
     """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
     Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
-    instance is gone: the router prefills again on another one. With `prefill`, which needs the role
-    both, it is Prefill and Decode in one call, with the errors of both.
+    instance has ended: the router prefills again on another one. With `prefill`, which needs the role
+    both, the call is Prefill and Decode in one, with the errors of both.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -244,8 +241,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.DecodeResponse], _abc.AsyncIterator[_inference_pb2.DecodeResponse]]:
         """Continues a prefilled request: fetches the missing KV from the prefill instance, then samples.
         Tokens arrive in order, without the first one. Cancel to abort. UNAVAILABLE when the prefill
-        instance is gone: the router prefills again on another one. With `prefill`, which needs the role
-        both, it is Prefill and Decode in one call, with the errors of both.
+        instance has ended: the router prefills again on another one. With `prefill`, which needs the role
+        both, the call is Prefill and Decode in one, with the errors of both.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -258,15 +255,15 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     WorkerStream: _grpc.StreamStreamMultiCallable[_inference_pb2.WorkerStreamRequest, _inference_pb2.WorkerStreamResponse]
-    """Many Prefills and Decodes on one kept stream, because an RPC per answer costs router and worker
-    more than the answer. Each behaves as the call of its own service, with its own deadline, status
-    and order; it has a prefill event or decode events, then an end. A message has the events of any
-    calls that wait at that moment. When the stream is lost, every call on it without an end fails with
-    UNAVAILABLE, and the worker releases the prompts that it holds for Prefills of this stream: their
-    only reader was the router. A draining instance serves new calls until it has no work, then
+    """Runs many Prefill and Decode calls on one long-lived stream, because an RPC per answer costs router
+    and worker more than the answer. Each call behaves as that of its own service, with its own
+    deadline, status and order; it has a prefill event or decode events, then an end. A message has the
+    waiting events of any calls. When the stream is lost, every call on it without an end fails with
+    UNAVAILABLE, and the worker releases the prompts that it holds for Prefill calls of this stream:
+    the router was their only reader. A draining instance serves new calls until it has no work, then
     refuses them with UNAVAILABLE and ends the stream with OK. INVALID_ARGUMENT, for the stream, when
-    its call numbers do not increase. Backpressure: a call waits while 256 KiB of its events are not
-    `read`, the others go on; all calls wait while the caller leaves 8 MiB of the stream unread.
+    its call numbers do not increase. Backpressure: a call alone waits while 256 KiB of its events are
+    not `read`; all calls wait while the caller leaves 8 MiB of the stream unread.
     """
 
 @_typing.type_check_only
@@ -275,15 +272,15 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WorkerStream: _aio.StreamStreamMultiCallable[_inference_pb2.WorkerStreamRequest, _inference_pb2.WorkerStreamResponse]  # type: ignore[assignment]
-    """Many Prefills and Decodes on one kept stream, because an RPC per answer costs router and worker
-    more than the answer. Each behaves as the call of its own service, with its own deadline, status
-    and order; it has a prefill event or decode events, then an end. A message has the events of any
-    calls that wait at that moment. When the stream is lost, every call on it without an end fails with
-    UNAVAILABLE, and the worker releases the prompts that it holds for Prefills of this stream: their
-    only reader was the router. A draining instance serves new calls until it has no work, then
+    """Runs many Prefill and Decode calls on one long-lived stream, because an RPC per answer costs router
+    and worker more than the answer. Each call behaves as that of its own service, with its own
+    deadline, status and order; it has a prefill event or decode events, then an end. A message has the
+    waiting events of any calls. When the stream is lost, every call on it without an end fails with
+    UNAVAILABLE, and the worker releases the prompts that it holds for Prefill calls of this stream:
+    the router was their only reader. A draining instance serves new calls until it has no work, then
     refuses them with UNAVAILABLE and ends the stream with OK. INVALID_ARGUMENT, for the stream, when
-    its call numbers do not increase. Backpressure: a call waits while 256 KiB of its events are not
-    `read`, the others go on; all calls wait while the caller leaves 8 MiB of the stream unread.
+    its call numbers do not increase. Backpressure: a call alone waits while 256 KiB of its events are
+    not `read`; all calls wait while the caller leaves 8 MiB of the stream unread.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -295,15 +292,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.WorkerStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.WorkerStreamResponse], _abc.AsyncIterator[_inference_pb2.WorkerStreamResponse]]:
-        """Many Prefills and Decodes on one kept stream, because an RPC per answer costs router and worker
-        more than the answer. Each behaves as the call of its own service, with its own deadline, status
-        and order; it has a prefill event or decode events, then an end. A message has the events of any
-        calls that wait at that moment. When the stream is lost, every call on it without an end fails with
-        UNAVAILABLE, and the worker releases the prompts that it holds for Prefills of this stream: their
-        only reader was the router. A draining instance serves new calls until it has no work, then
+        """Runs many Prefill and Decode calls on one long-lived stream, because an RPC per answer costs router
+        and worker more than the answer. Each call behaves as that of its own service, with its own
+        deadline, status and order; it has a prefill event or decode events, then an end. A message has the
+        waiting events of any calls. When the stream is lost, every call on it without an end fails with
+        UNAVAILABLE, and the worker releases the prompts that it holds for Prefill calls of this stream:
+        the router was their only reader. A draining instance serves new calls until it has no work, then
         refuses them with UNAVAILABLE and ends the stream with OK. INVALID_ARGUMENT, for the stream, when
-        its call numbers do not increase. Backpressure: a call waits while 256 KiB of its events are not
-        `read`, the others go on; all calls wait while the caller leaves 8 MiB of the stream unread.
+        its call numbers do not increase. Backpressure: a call alone waits while 256 KiB of its events are
+        not `read`; all calls wait while the caller leaves 8 MiB of the stream unread.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -316,9 +313,9 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     WatchCache: _grpc.UnaryStreamMultiCallable[_inference_pb2.WatchCacheRequest, _inference_pb2.WatchCacheResponse]
-    """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a
-    second. Ends with the process. Open it again after any failure: it begins anew. UNIMPLEMENTED
-    when the engine does not report its cache: then guess it.
+    """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a second.
+    Ends with the process. After any failure open the stream again: it begins with the content.
+    UNIMPLEMENTED when the engine does not report its cache: then estimate it.
     """
 
 @_typing.type_check_only
@@ -327,9 +324,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchCache: _aio.UnaryStreamMultiCallable[_inference_pb2.WatchCacheRequest, _inference_pb2.WatchCacheResponse]  # type: ignore[assignment]
-    """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a
-    second. Ends with the process. Open it again after any failure: it begins anew. UNIMPLEMENTED
-    when the engine does not report its cache: then guess it.
+    """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a second.
+    Ends with the process. After any failure open the stream again: it begins with the content.
+    UNIMPLEMENTED when the engine does not report its cache: then estimate it.
     """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -341,25 +338,25 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.WatchCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.WatchCacheResponse], _abc.AsyncIterator[_inference_pb2.WatchCacheResponse]]:
-        """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a
-        second. Ends with the process. Open it again after any failure: it begins anew. UNIMPLEMENTED
-        when the engine does not report its cache: then guess it.
+        """Sends the content of the prefix cache, then its changes as they happen, at most 50 times a second.
+        Ends with the process. After any failure open the stream again: it begins with the content.
+        UNIMPLEMENTED when the engine does not report its cache: then estimate it.
         """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WeightServiceStub:
-    """Served by the trainer and by every worker with weights: workers supply each other."""
+    """Served by the trainer and by every worker with weights: workers send weights to each other."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightServiceAsyncStub: ...
     FetchWeights: _grpc.UnaryStreamMultiCallable[_inference_pb2.FetchWeightsRequest, _inference_pb2.FetchWeightsResponse]
-    """Sends the weights of one version, one tensor after the other in the manifest's order: in slices,
-    or as serialized Tensors in chunks. NOT_FOUND when this instance does not have that version:
-    retry on another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept
-    slices. After any other failure retry, here or on another instance, after the received bytes.
+    """Sends the weights of one version, tensor after tensor in the manifest's order: in slices, or as
+    serialized Tensors in chunks. NOT_FOUND when this instance does not have that version: retry on
+    another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept slices.
+    After any other failure retry, here or on another instance, after the received bytes.
     """
     FetchManifest: _grpc.UnaryStreamMultiCallable[_inference_pb2.FetchManifestRequest, _inference_pb2.FetchManifestResponse]
     """Sends the manifest of one version: a JSON object (forge/runtime/weights/manifest.py) in chunks.
@@ -369,14 +366,14 @@ class WeightServiceStub:
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
-    """Served by the trainer and by every worker with weights: workers supply each other."""
+    """Served by the trainer and by every worker with weights: workers send weights to each other."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     FetchWeights: _aio.UnaryStreamMultiCallable[_inference_pb2.FetchWeightsRequest, _inference_pb2.FetchWeightsResponse]  # type: ignore[assignment]
-    """Sends the weights of one version, one tensor after the other in the manifest's order: in slices,
-    or as serialized Tensors in chunks. NOT_FOUND when this instance does not have that version:
-    retry on another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept
-    slices. After any other failure retry, here or on another instance, after the received bytes.
+    """Sends the weights of one version, tensor after tensor in the manifest's order: in slices, or as
+    serialized Tensors in chunks. NOT_FOUND when this instance does not have that version: retry on
+    another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept slices.
+    After any other failure retry, here or on another instance, after the received bytes.
     """
     FetchManifest: _aio.UnaryStreamMultiCallable[_inference_pb2.FetchManifestRequest, _inference_pb2.FetchManifestResponse]  # type: ignore[assignment]
     """Sends the manifest of one version: a JSON object (forge/runtime/weights/manifest.py) in chunks.
@@ -385,7 +382,7 @@ class WeightServiceAsyncStub(WeightServiceStub):
     """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the trainer and by every worker with weights: workers supply each other."""
+    """Served by the trainer and by every worker with weights: workers send weights to each other."""
 
     @_abc_1.abstractmethod
     def FetchWeights(
@@ -393,10 +390,10 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.FetchWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.FetchWeightsResponse], _abc.AsyncIterator[_inference_pb2.FetchWeightsResponse]]:
-        """Sends the weights of one version, one tensor after the other in the manifest's order: in slices,
-        or as serialized Tensors in chunks. NOT_FOUND when this instance does not have that version:
-        retry on another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept
-        slices. After any other failure retry, here or on another instance, after the received bytes.
+        """Sends the weights of one version, tensor after tensor in the manifest's order: in slices, or as
+        serialized Tensors in chunks. NOT_FOUND when this instance does not have that version: retry on
+        another. FAILED_PRECONDITION when a tensor exceeds 2 GiB and the caller does not accept slices.
+        After any other failure retry, here or on another instance, after the received bytes.
         """
 
     @_abc_1.abstractmethod

@@ -3,8 +3,8 @@
 isort:skip_file
 The durable store. One shard per instance; a group lives on one shard. An acknowledged write is
 fsynced, on both instances of a replicated shard. The follower answers every call with UNAVAILABLE:
-find the shard in discovery again. So does the leader for writes while its follower is unreachable;
-docs/pool.md, "Replicas".
+find the leader in discovery. The leader answers writes with UNAVAILABLE while its follower is
+unreachable (docs/pool.md, "Replicas").
 """
 
 from collections import abc as _abc
@@ -218,8 +218,8 @@ class ExportGroupsResponse(_message.Message):
     ERASED_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     digest: _builtins.bytes
-    """In the last response of a group, which has no records: see GroupDigest. Empty when the group is
-    not on this shard, or MOVED.
+    """Set in the last response of a group, which has no records: see GroupDigest. Empty when the group
+    is not on this shard, or MOVED.
     """
     last: _builtins.bool
     erased: _builtins.bool
@@ -475,23 +475,23 @@ class ScanGroupsRequest(_message.Message):
     together: _builtins.bool
     """A response may have several groups."""
     since: _builtins.str
-    """`mark` of an earlier scan of this shard, "" for none. A mark of another process, or a mark that
-    is too old, counts as none: see `begin`. If set, groups are brief: open trajectories have no
+    """`mark` of an earlier scan of this shard; "": none. The shard treats a mark of another process, or
+    one that is too old, as none: see `begin`. If set, groups are brief: open trajectories have no
     count of turns, and settled groups no payload if they have a digest of it.
     """
     settled_limit: _builtins.int
-    """With `since`, for a scan from the beginning: limits the settled groups to the ones trained last,
-    at least this many up to the end of a step, and to this many others, the newest. 0: all.
+    """With `since`, in a scan from the beginning: return at most so many settled groups: the last trained
+    ones (more, to complete an optimizer step), and the same number of the newest others. 0: all.
     """
     count_settled: _builtins.bool
     """With `settled_limit`: `begin` has the counts, also if only changes follow."""
     tag: _builtins.str
     """Without `since`: only groups with this tag."""
     trained_after: _builtins.int
-    """Without `since`: only groups trained by a later step, in brief."""
+    """Without `since`: only groups that a later step trained, in brief."""
     erased_only: _builtins.bool
-    """With `since`: only erased groups, with id, state and reason alone. A shard of an earlier release
-    ignores it.
+    """With `since`: only erased groups, each with id, state and reason alone. A shard of an earlier
+    release ignores it.
     """
     def __init__(
         self,
@@ -531,14 +531,14 @@ class ScanGroupsResponse(_message.Message):
         CHANGES_ONLY_FIELD_NUMBER: _builtins.int
         SETTLED_FIELD_NUMBER: _builtins.int
         mark: _builtins.str
-        """For `since` of the next scan: that scan returns later changes, some of them possibly for the
-        second time.
+        """For `since` of the next scan, which returns later changes, some of them possibly for the second
+        time.
         """
         changes_only: _builtins.bool
         """Only the changes after the mark of the request follow, not every group."""
         @_builtins.property
         def settled(self) -> Global___SettledGroups:
-            """Set if the shard applies `settled_limit`. A shard that cannot returns every group."""
+            """Set if the shard applies `settled_limit`. A shard that does not, returns every group."""
 
         def __init__(
             self,
@@ -605,7 +605,7 @@ class SettledGroups(_message.Message):
         state: _common_pb2.GroupState.ValueType
         domain: _builtins.str
         reason: _builtins.str
-        """Reason of their tombstones, if the shard has a separate count for it; "" for all other reasons."""
+        """Reason of their tombstones, if the shard counts it separately; "": all other reasons."""
         groups: _builtins.int
         rollouts: _builtins.int
         """Their rollouts with a sealed trajectory."""
@@ -661,8 +661,9 @@ class SettledGroups(_message.Message):
     NEXT_TRAIN_INDEX_FIELD_NUMBER: _builtins.int
     NEXT_EVAL_INDEX_FIELD_NUMBER: _builtins.int
     left_out_step: _builtins.int
-    """The groups that a scan from the beginning omits: the last step that trained one, and the time at
-    which the last of the others was settled. 0 without such groups, and if only changes follow.
+    """Bounds of the groups that a scan from the beginning omits: the last step that trained one of them,
+    and the time at which the last of the others was settled. 0 without such groups, and if only
+    changes follow.
     """
     left_out_unix_s: _builtins.float
     next_train_index: _builtins.int
@@ -749,8 +750,8 @@ class LookUpGroupsResponse(_message.Message):
     answered: _builtins.int
     """Number of ids that this response covers."""
     fence: _builtins.int
-    """The newest fence and the newest number of a term that a scheduler has written with. A new leader
-    takes higher ones: an etcd that was restored from an older snapshot does not know them.
+    """The newest fence and the newest term number in a write of a scheduler. A new leader takes higher
+    ones: an etcd that was restored from an older snapshot does not know them.
     """
     term: _builtins.int
     @_builtins.property
@@ -1117,7 +1118,7 @@ class TrajectoryFilter(_message.Message):
     user: _builtins.str
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only trajectories of these tasks; at most 1000. Costs the records of these tasks alone. The result
+        """Only trajectories of these tasks; at most 1000. Reads the records of these tasks alone. The result
         is ordered by trajectory id.
         """
 
@@ -1302,8 +1303,8 @@ class SearchTrajectoriesResponse(_message.Message):
     next_page_token: _builtins.str
     """"" on the last page."""
     freed_trajectories: _builtins.int
-    """Trajectories in the range of this page that match the filter and whose turns were freed, and turns
-    of the others without messages on record, as of agents that send token ids: not searched.
+    """Not searched: trajectories in the range of this page that match the filter and whose turns were
+    freed, and turns of the others without recorded messages, as of agents that send token ids.
     """
     turns_without_text: _builtins.int
     @_builtins.property
@@ -1599,8 +1600,8 @@ class EraseTrajectoriesRequest(_message.Message):
     tag: _builtins.str
     """All groups with this tag."""
     erasure_id: _builtins.str
-    """The same for each shard and each repetition: letters, digits and dashes, at most 64; "" for one
-    that the shard chooses.
+    """The same for each shard and each repetition: letters, digits and dashes, at most 64; "": the shard
+    chooses one.
     """
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1635,8 +1636,8 @@ class EraseTrajectoriesResponse(_message.Message):
         data_dir: _builtins.str
         """Data directory; "" for a replica that does not answer."""
         pending: _builtins.str
-        """Why its file may still have erased bytes in free pages: it removes them later by itself. "" if
-        they are removed.
+        """Reason why free pages of its file may still have erased bytes; the replica removes them later by
+        itself. "": they are removed.
         """
         def __init__(
             self,

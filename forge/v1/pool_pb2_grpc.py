@@ -141,18 +141,18 @@ class PoolServiceServicer(object):
 
     def PutGroups(self, request, context):
         """Stores groups as PENDING. Idempotent by task id: a stored group does not change.
-        FAILED_PRECONDITION when `fence` is lower than the highest one the shard has seen. The shard
-        stores the highest fence; a request without groups only raises it. INVALID_ARGUMENT for a group
-        whose `pool_shard` is another shard. Safe to retry.
+        FAILED_PRECONDITION when `fence` is lower than the highest fence that the shard has stored; a
+        request without groups only raises it. INVALID_ARGUMENT for a group whose `pool_shard` is another
+        shard. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetGroupStates(self, request, context):
-        """Sets the states of groups, all or none. Idempotent. NOT_FOUND names an unknown group;
-        FAILED_PRECONDITION for a stale `fence`, and for a new state of a freed group: its present
-        state is acknowledged again. Safe to retry.
+        """Sets the states of groups, all or none. Idempotent. NOT_FOUND names an unknown group.
+        FAILED_PRECONDITION for a stale `fence`, and for a new state of a freed group; the present state
+        of a freed group is acknowledged. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,10 +162,10 @@ class PoolServiceServicer(object):
         """Returns every group of the shard with the summaries of its trajectories, by purpose and in queue
         order, for a scheduler that rebuilds its state. Each page is a snapshot, the complete scan is
         not: raise the fence first (PutGroups), so that no other leader writes during the scan. With
-        `since`, only the groups that changed after an earlier scan, in any order, in their present
-        state. They replace the groups of the earlier scan; the result equals a new scan at that moment.
-        UNAVAILABLE as all reads. DATA_LOSS when a group cannot be read. Safe to retry, also with the
-        same mark.
+        `since` (a scan mark), only the groups that changed after an earlier scan, in any order, in their
+        present state. They replace the groups of the earlier scan; the result equals a new scan at that
+        moment. UNAVAILABLE as of every read. DATA_LOSS when a group cannot be read. Safe to retry, also
+        with the same mark.
         With `settled_limit`, settled groups (trained, tombstoned, evaluated) are returned up to a
         bound, and `begin` has counts of all of them.
         """
@@ -183,16 +183,16 @@ class PoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AppendTurns(self, request_iterator, context):
-        """Appends turns; answers each sequence number after its turn is on disk. Idempotent by
+        """Appends turns; acknowledges each sequence number once its turn is on disk. Idempotent by
         (trajectory, turn): the same turn again is acknowledged. ABORTED for a different turn with
         the same index: another writer was first, so read the trajectory again. FAILED_PRECONDITION
         after the seal or after freeing: do not retry. RESOURCE_EXHAUSTED when the disk is full: nothing
         is lost, retry later. INVALID_ARGUMENT for a malformed or too large turn, and for a turn whose
         last chunk is missing at the end of the stream. Turns may arrive in any order, and before their
         group; the first one opens the trajectory. So this call and the two below accept an id without a
-        group on this shard: a sweep that finds no group logs and counts it, and retention frees it by
-        age (docs/pool.md, "Retention"). The chunks of a turn must be consecutive. Answers come in the
-        order of the turns. After UNAVAILABLE, also from a drain, resend the unacknowledged turns.
+        group on this shard. A sweep logs and counts trajectories without a group, and retention frees
+        them by age (docs/pool.md, "Retention"). The chunks of a turn must be consecutive. Responses come
+        in the order of the turns. After UNAVAILABLE, also from a drain, resend the unacknowledged turns.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,10 +213,10 @@ class PoolServiceServicer(object):
         """Closes a trajectory with its rewards, permanently. FAILED_PRECONDITION when fewer than `turns`
         turns are stored (resend them first), when more are, or when it was closed differently.
         INVALID_ARGUMENT when the turns form no tree, or when a reward, new or stored, credits a missing
-        turn: abandon the trajectory. A trajectory with 0 turns may be SEALED, even if it was unknown: it
-        completes its rollout without anything to train. ALREADY_EXISTS as of AppendRewards. ABANDONED
-        accepts any stored turns. Idempotent; safe to retry. A freed trajectory acknowledges its earlier
-        seal, with the rest of its summary; FAILED_PRECONDITION if it was never sealed.
+        turn: abandon the trajectory. A trajectory with 0 turns may be SEALED, even if it was unknown: its
+        rollout then completes with nothing to train. ALREADY_EXISTS as of AppendRewards. ABANDONED
+        accepts any stored turns. Idempotent; safe to retry. Returns the rest of the summary for a freed
+        trajectory that was sealed before, FAILED_PRECONDITION for one that was not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,7 +243,7 @@ class PoolServiceServicer(object):
         one snapshot with a bounded amount of work, so a page may be short or empty before the last one:
         continue until `next_page_token` is empty. A trajectory that exists and matches from the first
         page to the last is returned exactly once; one that appears or changes in between may be
-        missing. A trajectory that cannot be read is named, whether or not it matches.
+        missing. Names trajectories that it cannot read, whether or not they match.
         INVALID_ARGUMENT for a filter that nothing can match, and for a token of another filter or shard.
         DATA_LOSS when the change log cannot be read. Safe to retry, also with the same token.
         """
@@ -253,9 +253,9 @@ class PoolServiceServicer(object):
 
     def SearchTrajectories(self, request, context):
         """Returns the trajectories that match a filter and have a text in a message of a turn, page by page.
-        It reads the messages of all trajectories that match the filter, about 16 MiB a page, so that
-        nothing is left out: narrow the filter, and set a deadline that fits. Pages, tokens and errors as
-        of QueryTrajectories. INVALID_ARGUMENT for an empty text and for more than 1000 characters. Safe to
+        Reads the messages of all trajectories that match the filter, about 16 MiB a page, and leaves out
+        none: narrow the filter, and set a deadline that fits. Pages, tokens and errors as of
+        QueryTrajectories. INVALID_ARGUMENT for an empty text and for more than 1000 characters. Safe to
         retry, also with the same token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -266,10 +266,10 @@ class PoolServiceServicer(object):
         """Streams trajectories that are closed, or rewarded after they were closed, in the order in which
         these changes become durable, until the caller cancels. The log of changes is on disk and has
         only the latest reward change of a trajectory, so readers and writers never wait for each other;
-        a response has the trajectory as it is when read. After any end, continue with the `cursor`
-        received last: no change is skipped. After UNAVAILABLE (the instance drains or is gone) and
-        RESOURCE_EXHAUSTED the caller has to do so. RESOURCE_EXHAUSTED when a response was not read for a
-        minute (the message has the cursor), and when too many tails are open. INVALID_ARGUMENT for a
+        a response has the trajectory as it is when read. After any end, also UNAVAILABLE (the instance
+        drains or has ended) and RESOURCE_EXHAUSTED, continue with the `cursor` received last: no change is
+        skipped. RESOURCE_EXHAUSTED when the caller read no response for a minute (the message has the
+        cursor), and when too many tails are open. INVALID_ARGUMENT for a
         cursor of another shard; FAILED_PRECONDITION for a cursor beyond the end of the log, as after a
         restore from a backup: begin at the start.
         """
@@ -285,39 +285,39 @@ class PoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CompactShard(self, request, context):
-        """Returns the space of freed records to the disk, while the shard is served: a compact copy
-        replaces the file, and calls wait for that no longer than for a commit. The response has the
-        progress every half second; a cancel drops the copy. No record changes, with any status:
-        FAILED_PRECONDITION while another call compacts the shard, or a check or backup reads its file,
-        and when its directory is not `data_dir`; RESOURCE_EXHAUSTED when the disk has no space for the
-        copy, and when writes arrive faster than they can be copied; UNAVAILABLE when the instance
-        drains. Safe to retry, from the beginning.
+        """Returns the space of freed records to the disk, while the shard runs: a compact copy replaces the
+        file, and calls wait for it no longer than for a commit. Streams the progress every half second; a
+        cancel drops the copy. Changes no record, whatever the status. FAILED_PRECONDITION while another
+        call compacts the shard, or a check or backup reads its file, and when its directory is not
+        `data_dir`. RESOURCE_EXHAUSTED when the disk has no space for the copy, and when writes arrive
+        faster than they can be copied. UNAVAILABLE when the instance drains. Safe to retry, from the
+        beginning.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EraseTrajectories(self, request, context):
-        """Deletes every trajectory of the selected groups of this shard, and of the groups themselves
-        payload, tag and user: first the records, in every replica, then their bytes in the free pages of
-        each file, which is rewritten (as CompactShard). A replica that is absent does both when it
-        returns. Id, counts and place in the queue of a group stay, and its digest. A group that is not
-        settled becomes TOMBSTONED with reason "erased"; later state changes of erased groups have no
-        effect. The shard stores the erasure: repairs restore no erased record, and later turns, rewards
-        and seals are refused with FAILED_PRECONDITION. The erasure is first written to etcd: a shard that
-        is absent, or restored from an earlier backup, repeats it before it serves. INVALID_ARGUMENT unless
-        exactly one selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does
-        not answer: nothing is erased then. Idempotent; safe to retry.
+        """Deletes every trajectory of the selected groups of this shard, and the payload, tag and user of
+        the groups themselves: first the records, in every replica, then their bytes in the free pages of
+        each file, by a rewrite as in CompactShard. An absent replica does both when it returns. A group
+        keeps its id, counts, place in the queue and digest. A group that is not settled becomes TOMBSTONED
+        with reason "erased"; later state changes of erased groups have no effect. The shard stores the
+        erasure: repairs restore no erased record, and the shard refuses later turns, rewards and seals
+        with FAILED_PRECONDITION. The shard first writes the erasure to etcd: a shard that is absent, or
+        restored from an earlier backup, repeats it before it serves. INVALID_ARGUMENT unless exactly one
+        selection is set, and for an `erasure_id` of other tasks. UNAVAILABLE when etcd does not answer;
+        then nothing is erased. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FreeArchivedGroups(self, request, context):
-        """Frees settled groups that the caller has archived, whatever their age: turns, rewards and payload
-        go, as by retention. Skips a group that changed since its digest, is not settled, or was trained
-        after the oldest checkpoint that is kept. Continues an interrupted freeing. INVALID_ARGUMENT for
-        more than 1000 groups. Idempotent; safe to retry.
+        """Frees settled groups that the caller has archived, at any age: deletes turns, rewards and payload,
+        as retention does. Skips a group that changed since its digest, is not settled, or was trained
+        after the oldest kept checkpoint. Continues an interrupted freeing. INVALID_ARGUMENT for more than
+        1000 groups. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -332,12 +332,12 @@ class PoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ImportGroups(self, request, context):
-        """Copies groups with all their records from another shard; durable on return. A copy that was here
-        before is replaced: the source is authoritative until MarkGroupsMoved. A group that the source
-        does not have, or has as MOVED, is left as it is here, and absent from the response.
+        """Copies groups with all their records from another shard; durable on return. Replaces an earlier
+        copy: the source is authoritative until MarkGroupsMoved. Leaves a group as it is here, and omits
+        it from the response, if the source does not have it or has it as MOVED.
         FAILED_PRECONDITION for a stale fence. ABORTED when a group changed during the copy, DATA_LOSS
-        when its record is damaged at the source, UNAVAILABLE when the source does not answer: the groups
-        before it are copied. Idempotent; safe to retry.
+        when its record is damaged at the source, UNAVAILABLE when the source does not answer; the groups
+        before it are then copied. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -351,10 +351,10 @@ class PoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MarkGroupsMoved(self, request, context):
-        """Marks groups as MOVED if they have not changed since they were exported; durable on return. From
-        then on scans, queries and counts omit them, and their turns, rewards and states are refused with
-        UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a
-        stale fence. Idempotent; safe to retry.
+        """Marks groups as MOVED if they have not changed since their export; durable on return. From then on
+        scans, queries and counts omit them, and the shard refuses their turns, rewards and states with
+        UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a stale
+        fence. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

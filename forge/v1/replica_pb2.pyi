@@ -165,18 +165,18 @@ class FollowerState(_message.Message):
     agreed_term: _builtins.int
     """Term of the commit at `agreed_position`: the same position in another term is another commit."""
     no_room: _builtins.str
-    """Why the last received records could not be stored, if the disk was full."""
+    """Reason why the follower could not store the last received records, if the disk was full."""
     newest_term: _builtins.int
     """Newest term in which it led or followed. A leader of an earlier term was deposed."""
     address: _builtins.str
-    """host:port at which it answers FetchRecords; empty for a version without this RPC."""
+    """host:port at which it answers FetchRecords; empty for a release without this RPC."""
     @_builtins.property
     def touched(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordKey]:
         """Records that the follower changed after `agreed_position`."""
 
     @_builtins.property
     def copied(self) -> Global___CopyProgress:
-        """Progress of an interrupted full copy: the one in its last page."""
+        """Progress of an interrupted full copy, from its last page."""
 
     def __init__(
         self,

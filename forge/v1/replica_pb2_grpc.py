@@ -55,15 +55,15 @@ class PoolReplicaServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Follow(self, request_iterator, context):
-        """Follows the leader of a shard: the missing records first, then every commit. The follower sends
-        its state, then the position of each commit on its disk; only then does the leader acknowledge
-        the commit to its callers.
+        """Follows the leader of a shard: the leader sends the missing records first, then every commit. The
+        follower sends its state, then the position of each commit on its disk; only then does the leader
+        acknowledge the commit to its callers.
 
         UNAVAILABLE when this instance is not the leader, drains, or dropped a follower that was too
         slow: find the leader in discovery and follow again. RESOURCE_EXHAUSTED while another instance
         follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION in three cases: the
-        follower's data has another lineage and would be overwritten, so an operator must decide; its
-        program stores another schema; or it followed or led in a later term than this instance.
+        follower's data has another lineage and would be overwritten, so an operator must decide; the
+        follower stores another schema; or it followed or led in a later term than this instance.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,8 +81,8 @@ class PoolReplicaServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PurgeErased(self, request, context):
-        """Rewrites the file of this copy if its free pages may have bytes of erased records. `pending` has
-        the reason if it could not; the instance then tries again by itself. Safe to retry.
+        """Rewrites the file of this copy if its free pages may have bytes of erased records. After a failure
+        `pending` has the reason, and the instance tries again by itself. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

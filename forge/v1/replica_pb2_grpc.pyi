@@ -34,15 +34,15 @@ class PoolReplicaServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PoolReplicaServiceAsyncStub: ...
     Follow: _grpc.StreamStreamMultiCallable[_replica_pb2.FollowRequest, _replica_pb2.FollowResponse]
-    """Follows the leader of a shard: the missing records first, then every commit. The follower sends
-    its state, then the position of each commit on its disk; only then does the leader acknowledge
-    the commit to its callers.
+    """Follows the leader of a shard: the leader sends the missing records first, then every commit. The
+    follower sends its state, then the position of each commit on its disk; only then does the leader
+    acknowledge the commit to its callers.
 
     UNAVAILABLE when this instance is not the leader, drains, or dropped a follower that was too
     slow: find the leader in discovery and follow again. RESOURCE_EXHAUSTED while another instance
     follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION in three cases: the
-    follower's data has another lineage and would be overwritten, so an operator must decide; its
-    program stores another schema; or it followed or led in a later term than this instance.
+    follower's data has another lineage and would be overwritten, so an operator must decide; the
+    follower stores another schema; or it followed or led in a later term than this instance.
     """
     FetchRecords: _grpc.UnaryStreamMultiCallable[_replica_pb2.FetchRecordsRequest, _replica_pb2.FetchRecordsResponse]
     """Returns records of this copy as they are on disk, read in one snapshot, without damaged ones. The
@@ -52,23 +52,23 @@ class PoolReplicaServiceStub:
     when the caller's data has another lineage. Safe to retry.
     """
     PurgeErased: _grpc.UnaryUnaryMultiCallable[_replica_pb2.PurgeErasedRequest, _replica_pb2.PurgeErasedResponse]
-    """Rewrites the file of this copy if its free pages may have bytes of erased records. `pending` has
-    the reason if it could not; the instance then tries again by itself. Safe to retry.
+    """Rewrites the file of this copy if its free pages may have bytes of erased records. After a failure
+    `pending` has the reason, and the instance tries again by itself. Safe to retry.
     """
 
 @_typing.type_check_only
 class PoolReplicaServiceAsyncStub(PoolReplicaServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Follow: _aio.StreamStreamMultiCallable[_replica_pb2.FollowRequest, _replica_pb2.FollowResponse]  # type: ignore[assignment]
-    """Follows the leader of a shard: the missing records first, then every commit. The follower sends
-    its state, then the position of each commit on its disk; only then does the leader acknowledge
-    the commit to its callers.
+    """Follows the leader of a shard: the leader sends the missing records first, then every commit. The
+    follower sends its state, then the position of each commit on its disk; only then does the leader
+    acknowledge the commit to its callers.
 
     UNAVAILABLE when this instance is not the leader, drains, or dropped a follower that was too
     slow: find the leader in discovery and follow again. RESOURCE_EXHAUSTED while another instance
     follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION in three cases: the
-    follower's data has another lineage and would be overwritten, so an operator must decide; its
-    program stores another schema; or it followed or led in a later term than this instance.
+    follower's data has another lineage and would be overwritten, so an operator must decide; the
+    follower stores another schema; or it followed or led in a later term than this instance.
     """
     FetchRecords: _aio.UnaryStreamMultiCallable[_replica_pb2.FetchRecordsRequest, _replica_pb2.FetchRecordsResponse]  # type: ignore[assignment]
     """Returns records of this copy as they are on disk, read in one snapshot, without damaged ones. The
@@ -78,8 +78,8 @@ class PoolReplicaServiceAsyncStub(PoolReplicaServiceStub):
     when the caller's data has another lineage. Safe to retry.
     """
     PurgeErased: _aio.UnaryUnaryMultiCallable[_replica_pb2.PurgeErasedRequest, _replica_pb2.PurgeErasedResponse]  # type: ignore[assignment]
-    """Rewrites the file of this copy if its free pages may have bytes of erased records. `pending` has
-    the reason if it could not; the instance then tries again by itself. Safe to retry.
+    """Rewrites the file of this copy if its free pages may have bytes of erased records. After a failure
+    `pending` has the reason, and the instance tries again by itself. Safe to retry.
     """
 
 class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -89,15 +89,15 @@ class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_replica_pb2.FollowRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replica_pb2.FollowResponse], _abc.AsyncIterator[_replica_pb2.FollowResponse]]:
-        """Follows the leader of a shard: the missing records first, then every commit. The follower sends
-        its state, then the position of each commit on its disk; only then does the leader acknowledge
-        the commit to its callers.
+        """Follows the leader of a shard: the leader sends the missing records first, then every commit. The
+        follower sends its state, then the position of each commit on its disk; only then does the leader
+        acknowledge the commit to its callers.
 
         UNAVAILABLE when this instance is not the leader, drains, or dropped a follower that was too
         slow: find the leader in discovery and follow again. RESOURCE_EXHAUSTED while another instance
         follows: retry later. INVALID_ARGUMENT for another shard. FAILED_PRECONDITION in three cases: the
-        follower's data has another lineage and would be overwritten, so an operator must decide; its
-        program stores another schema; or it followed or led in a later term than this instance.
+        follower's data has another lineage and would be overwritten, so an operator must decide; the
+        follower stores another schema; or it followed or led in a later term than this instance.
         """
 
     @_abc_1.abstractmethod
@@ -119,8 +119,8 @@ class PoolReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replica_pb2.PurgeErasedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.PurgeErasedResponse, _abc.Awaitable[_replica_pb2.PurgeErasedResponse]]:
-        """Rewrites the file of this copy if its free pages may have bytes of erased records. `pending` has
-        the reason if it could not; the instance then tries again by itself. Safe to retry.
+        """Rewrites the file of this copy if its free pages may have bytes of erased records. After a failure
+        `pending` has the reason, and the instance tries again by itself. Safe to retry.
         """
 
 def add_PoolReplicaServiceServicer_to_server(servicer: PoolReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -111,7 +111,7 @@ class _QueuePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QueuePhase
     DESCRIPTOR: _descriptor.EnumDescriptor
     QUEUE_PHASE_UNSPECIFIED: _QueuePhase.ValueType  # 0
     QUEUE_PHASE_GONE: _QueuePhase.ValueType  # 1
-    """No group in memory: it was settled long ago, or its pool shard has not been read."""
+    """No group in memory: it was settled long ago, or the leader has not read its pool shard."""
     QUEUE_PHASE_QUEUED: _QueuePhase.ValueType  # 2
     QUEUE_PHASE_RUNNING: _QueuePhase.ValueType  # 3
     QUEUE_PHASE_COMPLETE: _QueuePhase.ValueType  # 4
@@ -122,11 +122,11 @@ class _QueuePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QueuePhase
     QUEUE_PHASE_TOMBSTONED: _QueuePhase.ValueType  # 7
 
 class QueuePhase(_QueuePhase, metaclass=_QueuePhaseEnumTypeWrapper):
-    """What a position of the training queue waits for."""
+    """Phase of a position of the training queue."""
 
 QUEUE_PHASE_UNSPECIFIED: QueuePhase.ValueType  # 0
 QUEUE_PHASE_GONE: QueuePhase.ValueType  # 1
-"""No group in memory: it was settled long ago, or its pool shard has not been read."""
+"""No group in memory: it was settled long ago, or the leader has not read its pool shard."""
 QUEUE_PHASE_QUEUED: QueuePhase.ValueType  # 2
 QUEUE_PHASE_RUNNING: QueuePhase.ValueType  # 3
 QUEUE_PHASE_COMPLETE: QueuePhase.ValueType  # 4
@@ -237,11 +237,11 @@ class ShardRetirement(_message.Message):
     WAITS_FOR_FIELD_NUMBER: _builtins.int
     pool_shard: _builtins.str
     groups_left: _builtins.int
-    """Groups on the shard that have not moved; as of the last look."""
+    """Groups on the shard that have not moved, as last counted."""
     groups_busy: _builtins.int
-    """Groups of these that have leases or are in a batch: they move later."""
+    """How many of these have leases or are in a batch: they move later."""
     waits_for: _builtins.str
-    """Why no group moves at the moment; "" otherwise."""
+    """Reason why no group moves at the moment; "" otherwise."""
     def __init__(
         self,
         *,
@@ -316,18 +316,18 @@ class RolloutLease(_message.Message):
     lease_id: _builtins.str
     """Equals `trajectory_id`, so a later leader can assign the lease to its rollout."""
     rollout_index: _builtins.int
-    """Number of the rollout in its group, from 0 to group_size - 1."""
+    """Index of the rollout in its group, from 0 to group_size - 1."""
     trajectory_id: _builtins.str
     """Id of this attempt's trajectory; a retry gets a new one."""
     session_token: _builtins.str
-    """API key for the gateway, for the agent: it samples and closes, and sets no outcome."""
+    """API key of the agent at the gateway: it samples and closes the session, and sets no outcome."""
     lease_s: _builtins.float
     """Seconds until the lease expires unless it is renewed."""
     failures: _builtins.int
     """Number of earlier failed attempts of this rollout."""
     grader_token: _builtins.str
-    """Token for rewards, for the caller alone: GatewayService.Annotate and CloseSession with the
-    outcome. Never give it to the agent. "" from a scheduler older than this field.
+    """Grader token, for the caller alone: GatewayService.Annotate and CloseSession with the outcome.
+    Never give it to the agent. "" from a scheduler older than this field.
     """
     @_builtins.property
     def task(self) -> _common_pb2.Task: ...
@@ -366,8 +366,8 @@ class LeaseRolloutsRequest(_message.Message):
     max_rollouts: _builtins.int
     wait_s: _builtins.float
     leaving: _builtins.bool
-    """The runner accepts no more leases: this call and its waiting calls get an empty response now. A
-    cancel instead could lose a lease that was just granted.
+    """The runner accepts no more leases: this call and its waiting calls get an empty response now. With
+    a cancel instead, a lease that was just granted could be lost.
     """
     start_id: _builtins.str
     """Random, new at each start of the runner's process, and in its metadata in discovery: a drain ends
@@ -375,7 +375,7 @@ class LeaseRolloutsRequest(_message.Message):
     """
     @_builtins.property
     def domains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Domains and scaffolds that the runner has the code of; empty: any, as in earlier releases.
+        """Domains and scaffolds whose code the runner has; empty: any, as in earlier releases.
         INVALID_ARGUMENT for more than 4096.
         """
 
@@ -555,8 +555,8 @@ class LeaseBatchRequest(_message.Message):
     wait_s: _builtins.float
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldBatch]:
-        """Batches that the trainer still works on. A new leader restores their leases instead of leasing
-        their groups a second time.
+        """Batches of the trainer that are not committed. A new leader restores their leases instead of
+        leasing their groups a second time.
         """
 
     def __init__(
@@ -615,8 +615,8 @@ class BatchGroup(_message.Message):
 
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectorySummary]:
-        """One per sealed rollout, in rollout order. A batch that would exceed a message has no rewards
-        here: the trajectories have them.
+        """One per sealed rollout, in rollout order. Without rewards in a batch that would otherwise exceed a
+        message: read them from the trajectories.
         """
 
     def __init__(
@@ -705,7 +705,7 @@ class CommitBatchRequest(_message.Message):
     step: _builtins.int
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The groups of the batch, in case a failover or an expired lease lost it. Always set it."""
+        """The groups of the batch. Always set them: a failover or an expired lease may have lost the batch."""
 
     def __init__(
         self,
@@ -748,7 +748,7 @@ class ReleaseBatchRequest(_message.Message):
     reason: _builtins.str
     @_builtins.property
     def task_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The groups to tombstone with `reason`, the others are returned; empty: all groups."""
+        """The groups to tombstone with `reason`; the others return to the queue. Empty: all groups."""
 
     def __init__(
         self,
@@ -867,7 +867,7 @@ class SetRunnerDrainingRequest(_message.Message):
     runner_id: _builtins.str
     draining: _builtins.bool
     on_behalf_of: _builtins.str
-    """The person for whom a service calls, for the audit log."""
+    """The person on whose behalf a service calls, for the audit log."""
     def __init__(
         self,
         *,
@@ -908,7 +908,7 @@ Global___SetRunnerDrainingResponse: _TypeAlias = SetRunnerDrainingResponse  # no
 
 @_typing.final
 class DrainingRunner(_message.Message):
-    """A runner that gets no lease, by an operator."""
+    """A runner that an operator drains."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -919,8 +919,8 @@ class DrainingRunner(_message.Message):
     start_id: _builtins.str
     """The process that is drained; see LeaseRolloutsRequest."""
     running: _builtins.int
-    """Leased rollouts that the leader knows: fewer than run while it is `taking_over` and while a pool
-    shard is away.
+    """Leased rollouts that the leader knows: fewer than the running ones while the leader is
+    `taking_over`, and while a pool shard is unreachable.
     """
     def __init__(
         self,
@@ -1035,7 +1035,7 @@ Global___Stall: _TypeAlias = Stall  # noqa: Y015
 
 @_typing.final
 class UnservedTasks(_message.Message):
-    """Tasks wait that no live runner declares."""
+    """Waiting tasks with a domain and scaffold that no live runner declares."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1069,7 +1069,7 @@ class TombstoneReason(_message.Message):
     reason: _builtins.str
     groups: _builtins.int
     task_id: _builtins.str
-    """The newest of them."""
+    """The newest of these groups."""
     def __init__(
         self,
         *,
@@ -1199,7 +1199,7 @@ class GetSchedulerStatusResponse(_message.Message):
     def domains(self) -> _containers.RepeatedCompositeFieldContainer[Global___DomainStatus]: ...
     @_builtins.property
     def stall(self) -> Global___Stall:
-        """Unset while batches are committed, and while there is nothing to train."""
+        """Unset while the trainer commits batches, and while there is nothing to train."""
 
     @_builtins.property
     def shards_away(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1211,8 +1211,8 @@ class GetSchedulerStatusResponse(_message.Message):
 
     @_builtins.property
     def tombstones(self) -> _containers.RepeatedCompositeFieldContainer[Global___TombstoneReason]:
-        """On request: the most frequent reasons first, of the groups that are in the leader's memory. Older
-        groups are only in `tombstoned`.
+        """On request: the most frequent reasons first, of the groups in the leader's memory. Older groups
+        count only in `tombstoned`.
         """
 
     @_builtins.property
@@ -1221,7 +1221,7 @@ class GetSchedulerStatusResponse(_message.Message):
 
     @_builtins.property
     def draining_runners(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrainingRunner]:
-        """Runners that an operator drains; one whose process has ended may be among them."""
+        """Runners that an operator drains, possibly with runners whose process has ended."""
 
     def __init__(
         self,
@@ -1370,14 +1370,14 @@ class QueuedGroup(_message.Message):
     phase: Global___QueuePhase.ValueType
     group_size: _builtins.int
     sealed: _builtins.int
-    """Of its rollouts: sealed, leased to a runner, and in back-off after a failure."""
+    """Numbers of its rollouts: sealed, leased to a runner, and in back-off after a failure."""
     leased: _builtins.int
     waiting: _builtins.int
     failures: _builtins.int
-    """Failed attempts of the task itself, over its rollouts; 0 once the group is closed."""
+    """Failed attempts through the task itself, over its rollouts; 0 once the group is settled."""
     batch_id: _builtins.str
     step: _builtins.int
-    """Optimizer step that trained it."""
+    """Optimizer step that trained the group."""
     reason: _builtins.str
     """Reason of the tombstone."""
     @_builtins.property
@@ -1422,8 +1422,8 @@ class ListGroupsRequest(_message.Message):
     NEWEST_FIELD_NUMBER: _builtins.int
     tag: _builtins.str
     newest: _builtins.int
-    """Return only so many groups, those submitted last, in the same order; 0: all. A scheduler of an earlier
-    release returns all.
+    """Return only so many groups, those submitted last, in the same order; 0: all. A scheduler of an
+    earlier release returns all.
     """
     def __init__(
         self,

@@ -137,26 +137,26 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LeaseRollouts(self, request, context):
-        """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-        first. An empty response means that none is available now: call again. A task whose domain or
-        scaffold the runner does not declare is skipped. Not idempotent; a lease that never reached the
-        runner expires.
+        """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the first.
+        An empty response means that none is available now: call again. Skips tasks whose domain or
+        scaffold the runner does not declare. Not idempotent; a lease that does not reach the runner
+        expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewRollouts(self, request, context):
-        """Renews task leases. `lost` has the ids of expired ones: stop their rollouts.
+        """Renews task leases. `lost` has the ids of expired leases: stop their rollouts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishRollouts(self, request, context):
-        """Reports ended rollouts. A rollout with a sealed trajectory is complete; any other is retried
-        with back-off. Failures of the task tombstone its group after `max_attempts`, with the reason;
-        failures of the infrastructure do not count. Idempotent.
+        """Reports ended rollouts. A rollout with a sealed trajectory is complete; the scheduler retries any
+        other with back-off. Failures of the task tombstone its group after `max_attempts`, with the
+        reason; failures of the infrastructure do not count. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,16 +172,16 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewBatch(self, request, context):
-        """Renews a batch lease. NOT_FOUND after it was lost.
+        """Renews a batch lease. NOT_FOUND after its loss.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitBatch(self, request, context):
-        """Marks a batch as trained by optimizer step `step`. Durable when it returns. Idempotent.
-        NOT_FOUND when the batch lease was lost and its groups may be in another batch: restore the
-        last checkpoint and Rewind. FAILED_PRECONDITION when another step committed it.
+        """Marks a batch as trained by optimizer step `step`. Durable on return. Idempotent. NOT_FOUND when
+        the batch lease was lost and its groups may be in another batch: restore the last checkpoint and
+        Rewind. FAILED_PRECONDITION when another step committed it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,26 +195,25 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Rewind(self, request, context):
-        """Makes every group trained after `step` visible again and ends open batch leases: a trainer
-        calls it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a
-        trainer with a higher fence called it before: do not retry, end.
+        """Makes every group trained after `step` visible again and ends open batch leases: a trainer calls
+        it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a trainer with
+        a higher fence called it before: end the process, do not retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetActivity(self, request, context):
-        """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
-        Idempotent.
+        """Pauses, drains or resumes the queue. Durable on return: later leaders keep the setting. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRunnerDraining(self, request, context):
-        """Leases no further rollout to a runner, or leases again. It keeps its rollouts, which end there. Durable
-        when it returns: later leaders keep it, until the runner's process ends or the drain is taken back.
-        NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
+        """Begins or ends the drain of a runner: it gets no further rollout, and its running rollouts end
+        there. Durable on return: later leaders keep the drain until its end or the end of the runner's
+        process. NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
         drained. UNAVAILABLE without etcd. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -222,34 +221,35 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropGroups(self, request, context):
-        """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
-        returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
-        are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
-        NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
-        pool shard is unreachable. Safe to retry.
+        """Tombstones pending groups with a reason, e.g. of tasks that no runner can run. Durable on return.
+        Their rollouts lose their leases. Does not change groups in a batch and settled groups.
+        INVALID_ARGUMENT without a reason, and unless the request has either task ids or a domain.
+        NOT_FOUND names a task that is not in the queue; then nothing is dropped. UNAVAILABLE while the
+        pool shard of a group is unreachable. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetireShard(self, request, context):
-        """Starts to retire a pool shard; GetSchedulerStatus has the progress. RETIRED once it is done. From the first call on the shard gets no new groups and leases no rollout; all its groups
-        move to other shards with their trajectories, the ones with leases or in a batch afterwards. Then
-        the shard is unregistered, and its store is refused from then on. Later leaders continue.
-        NOT_FOUND for an unknown shard. FAILED_PRECONDITION when no other shard is registered, when the
-        shard was declared lost, and when it is unreachable: nothing is started then. Idempotent; safe to
-        retry.
+        """Starts to retire a pool shard; GetSchedulerStatus has the progress, and this call returns RETIRED
+        at its end. From the first call on the shard gets no new groups, and the scheduler leases none of
+        its rollouts. All its groups move to other shards with their trajectories; groups with leases or in
+        a batch move once these end. Then the scheduler unregisters the shard, and the pool refuses its
+        store from then on. Later leaders continue. NOT_FOUND for an unknown shard. FAILED_PRECONDITION
+        when no other shard is registered, when the shard was declared lost, and when it is unreachable;
+        then nothing starts. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeclareShardLost(self, request, context):
-        """Declares that a pool shard is lost for good. Its pending groups are tombstoned with a reason that
-        begins with "shard_lost"; their records, and those of settled groups in memory, are stored on
-        other shards. Its store is refused from then on. An elected instance that waits for the shard
-        answers too. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while the
-        shard is in discovery, and when no other shard is registered to store the records. Idempotent;
+        """Declares that a pool shard is lost for good. Tombstones its pending groups with a reason that
+        begins with "shard_lost", and stores their records, and those of settled groups in memory, on other
+        shards. From then on the pool refuses the shard's store. An elected instance that waits for the
+        shard also answers. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while
+        the shard is in discovery, and when no other shard is registered to store the records. Idempotent;
         safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -273,7 +273,8 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Returns groups with the rewards of their counted trajectories, by tag; every group without one.
+        """Returns the groups with a tag and the rewards of their counted trajectories; without a tag every
+        group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -281,9 +282,9 @@ class SchedulerServiceServicer(object):
 
     def RenewToken(self, request, context):
         """Renews the token of this call, a runner's: the same id, subject, scopes and audience, and the same
-        lifetime from now, until the time that was set when it was issued. Revoking the id revokes all
-        of its renewals. FAILED_PRECONDITION: it is not renewable, or that time is over. Retry after
-        UNAVAILABLE: each call returns a valid token.
+        lifetime from now, within the time that its issuer set for renewals. A revocation of the id revokes
+        all of its renewals. FAILED_PRECONDITION when it is not renewable, or that time is over. Retry
+        after UNAVAILABLE: each call returns a valid token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,17 +37,17 @@ class SchedulerServiceStub:
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SubmitTasksRequest, _scheduler_pb2.SubmitTasksResponse]
     """Queues tasks. They are durable when this returns. Idempotent by task id."""
     LeaseRollouts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseRolloutsRequest, _scheduler_pb2.LeaseRolloutsResponse]
-    """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-    first. An empty response means that none is available now: call again. A task whose domain or
-    scaffold the runner does not declare is skipped. Not idempotent; a lease that never reached the
-    runner expires.
+    """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the first.
+    An empty response means that none is available now: call again. Skips tasks whose domain or
+    scaffold the runner does not declare. Not idempotent; a lease that does not reach the runner
+    expires.
     """
     RenewRollouts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewRolloutsRequest, _scheduler_pb2.RenewRolloutsResponse]
-    """Renews task leases. `lost` has the ids of expired ones: stop their rollouts."""
+    """Renews task leases. `lost` has the ids of expired leases: stop their rollouts."""
     FinishRollouts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRolloutsRequest, _scheduler_pb2.FinishRolloutsResponse]
-    """Reports ended rollouts. A rollout with a sealed trajectory is complete; any other is retried
-    with back-off. Failures of the task tombstone its group after `max_attempts`, with the reason;
-    failures of the infrastructure do not count. Idempotent.
+    """Reports ended rollouts. A rollout with a sealed trajectory is complete; the scheduler retries any
+    other with back-off. Failures of the task tombstone its group after `max_attempts`, with the
+    reason; failures of the infrastructure do not count. Idempotent.
     """
     LeaseBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseBatchRequest, _scheduler_pb2.LeaseBatchResponse]
     """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
@@ -55,50 +55,49 @@ class SchedulerServiceStub:
     it has a batch gets the same batch.
     """
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewBatchRequest, _scheduler_pb2.RenewBatchResponse]
-    """Renews a batch lease. NOT_FOUND after it was lost."""
+    """Renews a batch lease. NOT_FOUND after its loss."""
     CommitBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.CommitBatchRequest, _scheduler_pb2.CommitBatchResponse]
-    """Marks a batch as trained by optimizer step `step`. Durable when it returns. Idempotent.
-    NOT_FOUND when the batch lease was lost and its groups may be in another batch: restore the
-    last checkpoint and Rewind. FAILED_PRECONDITION when another step committed it.
+    """Marks a batch as trained by optimizer step `step`. Durable on return. Idempotent. NOT_FOUND when
+    the batch lease was lost and its groups may be in another batch: restore the last checkpoint and
+    Rewind. FAILED_PRECONDITION when another step committed it.
     """
     ReleaseBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReleaseBatchRequest, _scheduler_pb2.ReleaseBatchResponse]
     """Returns a batch untrained, or tombstones groups of it if `reason` is set. Idempotent."""
     Rewind: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RewindRequest, _scheduler_pb2.RewindResponse]
-    """Makes every group trained after `step` visible again and ends open batch leases: a trainer
-    calls it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a
-    trainer with a higher fence called it before: do not retry, end.
+    """Makes every group trained after `step` visible again and ends open batch leases: a trainer calls
+    it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a trainer with
+    a higher fence called it before: end the process, do not retry.
     """
     SetActivity: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetActivityRequest, _scheduler_pb2.SetActivityResponse]
-    """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
-    Idempotent.
-    """
+    """Pauses, drains or resumes the queue. Durable on return: later leaders keep the setting. Idempotent."""
     SetRunnerDraining: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetRunnerDrainingRequest, _scheduler_pb2.SetRunnerDrainingResponse]
-    """Leases no further rollout to a runner, or leases again. It keeps its rollouts, which end there. Durable
-    when it returns: later leaders keep it, until the runner's process ends or the drain is taken back.
-    NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
+    """Begins or ends the drain of a runner: it gets no further rollout, and its running rollouts end
+    there. Durable on return: later leaders keep the drain until its end or the end of the runner's
+    process. NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
     drained. UNAVAILABLE without etcd. Idempotent; safe to retry.
     """
     DropGroups: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DropGroupsRequest, _scheduler_pb2.DropGroupsResponse]
-    """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
-    returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
-    are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
-    NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
-    pool shard is unreachable. Safe to retry.
+    """Tombstones pending groups with a reason, e.g. of tasks that no runner can run. Durable on return.
+    Their rollouts lose their leases. Does not change groups in a batch and settled groups.
+    INVALID_ARGUMENT without a reason, and unless the request has either task ids or a domain.
+    NOT_FOUND names a task that is not in the queue; then nothing is dropped. UNAVAILABLE while the
+    pool shard of a group is unreachable. Safe to retry.
     """
     RetireShard: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RetireShardRequest, _scheduler_pb2.RetireShardResponse]
-    """Starts to retire a pool shard; GetSchedulerStatus has the progress. RETIRED once it is done. From the first call on the shard gets no new groups and leases no rollout; all its groups
-    move to other shards with their trajectories, the ones with leases or in a batch afterwards. Then
-    the shard is unregistered, and its store is refused from then on. Later leaders continue.
-    NOT_FOUND for an unknown shard. FAILED_PRECONDITION when no other shard is registered, when the
-    shard was declared lost, and when it is unreachable: nothing is started then. Idempotent; safe to
-    retry.
+    """Starts to retire a pool shard; GetSchedulerStatus has the progress, and this call returns RETIRED
+    at its end. From the first call on the shard gets no new groups, and the scheduler leases none of
+    its rollouts. All its groups move to other shards with their trajectories; groups with leases or in
+    a batch move once these end. Then the scheduler unregisters the shard, and the pool refuses its
+    store from then on. Later leaders continue. NOT_FOUND for an unknown shard. FAILED_PRECONDITION
+    when no other shard is registered, when the shard was declared lost, and when it is unreachable;
+    then nothing starts. Idempotent; safe to retry.
     """
     DeclareShardLost: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DeclareShardLostRequest, _scheduler_pb2.DeclareShardLostResponse]
-    """Declares that a pool shard is lost for good. Its pending groups are tombstoned with a reason that
-    begins with "shard_lost"; their records, and those of settled groups in memory, are stored on
-    other shards. Its store is refused from then on. An elected instance that waits for the shard
-    answers too. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while the
-    shard is in discovery, and when no other shard is registered to store the records. Idempotent;
+    """Declares that a pool shard is lost for good. Tombstones its pending groups with a reason that
+    begins with "shard_lost", and stores their records, and those of settled groups in memory, on other
+    shards. From then on the pool refuses the shard's store. An elected instance that waits for the
+    shard also answers. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while
+    the shard is in discovery, and when no other shard is registered to store the records. Idempotent;
     safe to retry.
     """
     GetSchedulerStatus: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]
@@ -109,12 +108,14 @@ class SchedulerServiceStub:
     more than 64 with details. Safe to retry.
     """
     ListGroups: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]
-    """Returns groups with the rewards of their counted trajectories, by tag; every group without one."""
+    """Returns the groups with a tag and the rewards of their counted trajectories; without a tag every
+    group.
+    """
     RenewToken: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewTokenRequest, _scheduler_pb2.RenewTokenResponse]
     """Renews the token of this call, a runner's: the same id, subject, scopes and audience, and the same
-    lifetime from now, until the time that was set when it was issued. Revoking the id revokes all
-    of its renewals. FAILED_PRECONDITION: it is not renewable, or that time is over. Retry after
-    UNAVAILABLE: each call returns a valid token.
+    lifetime from now, within the time that its issuer set for renewals. A revocation of the id revokes
+    all of its renewals. FAILED_PRECONDITION when it is not renewable, or that time is over. Retry
+    after UNAVAILABLE: each call returns a valid token.
     """
 
 @_typing.type_check_only
@@ -123,17 +124,17 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SubmitTasksRequest, _scheduler_pb2.SubmitTasksResponse]  # type: ignore[assignment]
     """Queues tasks. They are durable when this returns. Idempotent by task id."""
     LeaseRollouts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseRolloutsRequest, _scheduler_pb2.LeaseRolloutsResponse]  # type: ignore[assignment]
-    """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-    first. An empty response means that none is available now: call again. A task whose domain or
-    scaffold the runner does not declare is skipped. Not idempotent; a lease that never reached the
-    runner expires.
+    """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the first.
+    An empty response means that none is available now: call again. Skips tasks whose domain or
+    scaffold the runner does not declare. Not idempotent; a lease that does not reach the runner
+    expires.
     """
     RenewRollouts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewRolloutsRequest, _scheduler_pb2.RenewRolloutsResponse]  # type: ignore[assignment]
-    """Renews task leases. `lost` has the ids of expired ones: stop their rollouts."""
+    """Renews task leases. `lost` has the ids of expired leases: stop their rollouts."""
     FinishRollouts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRolloutsRequest, _scheduler_pb2.FinishRolloutsResponse]  # type: ignore[assignment]
-    """Reports ended rollouts. A rollout with a sealed trajectory is complete; any other is retried
-    with back-off. Failures of the task tombstone its group after `max_attempts`, with the reason;
-    failures of the infrastructure do not count. Idempotent.
+    """Reports ended rollouts. A rollout with a sealed trajectory is complete; the scheduler retries any
+    other with back-off. Failures of the task tombstone its group after `max_attempts`, with the
+    reason; failures of the infrastructure do not count. Idempotent.
     """
     LeaseBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseBatchRequest, _scheduler_pb2.LeaseBatchResponse]  # type: ignore[assignment]
     """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
@@ -141,50 +142,49 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     it has a batch gets the same batch.
     """
     RenewBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewBatchRequest, _scheduler_pb2.RenewBatchResponse]  # type: ignore[assignment]
-    """Renews a batch lease. NOT_FOUND after it was lost."""
+    """Renews a batch lease. NOT_FOUND after its loss."""
     CommitBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.CommitBatchRequest, _scheduler_pb2.CommitBatchResponse]  # type: ignore[assignment]
-    """Marks a batch as trained by optimizer step `step`. Durable when it returns. Idempotent.
-    NOT_FOUND when the batch lease was lost and its groups may be in another batch: restore the
-    last checkpoint and Rewind. FAILED_PRECONDITION when another step committed it.
+    """Marks a batch as trained by optimizer step `step`. Durable on return. Idempotent. NOT_FOUND when
+    the batch lease was lost and its groups may be in another batch: restore the last checkpoint and
+    Rewind. FAILED_PRECONDITION when another step committed it.
     """
     ReleaseBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReleaseBatchRequest, _scheduler_pb2.ReleaseBatchResponse]  # type: ignore[assignment]
     """Returns a batch untrained, or tombstones groups of it if `reason` is set. Idempotent."""
     Rewind: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RewindRequest, _scheduler_pb2.RewindResponse]  # type: ignore[assignment]
-    """Makes every group trained after `step` visible again and ends open batch leases: a trainer
-    calls it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a
-    trainer with a higher fence called it before: do not retry, end.
+    """Makes every group trained after `step` visible again and ends open batch leases: a trainer calls
+    it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a trainer with
+    a higher fence called it before: end the process, do not retry.
     """
     SetActivity: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetActivityRequest, _scheduler_pb2.SetActivityResponse]  # type: ignore[assignment]
-    """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
-    Idempotent.
-    """
+    """Pauses, drains or resumes the queue. Durable on return: later leaders keep the setting. Idempotent."""
     SetRunnerDraining: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetRunnerDrainingRequest, _scheduler_pb2.SetRunnerDrainingResponse]  # type: ignore[assignment]
-    """Leases no further rollout to a runner, or leases again. It keeps its rollouts, which end there. Durable
-    when it returns: later leaders keep it, until the runner's process ends or the drain is taken back.
-    NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
+    """Begins or ends the drain of a runner: it gets no further rollout, and its running rollouts end
+    there. Durable on return: later leaders keep the drain until its end or the end of the runner's
+    process. NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
     drained. UNAVAILABLE without etcd. Idempotent; safe to retry.
     """
     DropGroups: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DropGroupsRequest, _scheduler_pb2.DropGroupsResponse]  # type: ignore[assignment]
-    """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
-    returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
-    are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
-    NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
-    pool shard is unreachable. Safe to retry.
+    """Tombstones pending groups with a reason, e.g. of tasks that no runner can run. Durable on return.
+    Their rollouts lose their leases. Does not change groups in a batch and settled groups.
+    INVALID_ARGUMENT without a reason, and unless the request has either task ids or a domain.
+    NOT_FOUND names a task that is not in the queue; then nothing is dropped. UNAVAILABLE while the
+    pool shard of a group is unreachable. Safe to retry.
     """
     RetireShard: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RetireShardRequest, _scheduler_pb2.RetireShardResponse]  # type: ignore[assignment]
-    """Starts to retire a pool shard; GetSchedulerStatus has the progress. RETIRED once it is done. From the first call on the shard gets no new groups and leases no rollout; all its groups
-    move to other shards with their trajectories, the ones with leases or in a batch afterwards. Then
-    the shard is unregistered, and its store is refused from then on. Later leaders continue.
-    NOT_FOUND for an unknown shard. FAILED_PRECONDITION when no other shard is registered, when the
-    shard was declared lost, and when it is unreachable: nothing is started then. Idempotent; safe to
-    retry.
+    """Starts to retire a pool shard; GetSchedulerStatus has the progress, and this call returns RETIRED
+    at its end. From the first call on the shard gets no new groups, and the scheduler leases none of
+    its rollouts. All its groups move to other shards with their trajectories; groups with leases or in
+    a batch move once these end. Then the scheduler unregisters the shard, and the pool refuses its
+    store from then on. Later leaders continue. NOT_FOUND for an unknown shard. FAILED_PRECONDITION
+    when no other shard is registered, when the shard was declared lost, and when it is unreachable;
+    then nothing starts. Idempotent; safe to retry.
     """
     DeclareShardLost: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DeclareShardLostRequest, _scheduler_pb2.DeclareShardLostResponse]  # type: ignore[assignment]
-    """Declares that a pool shard is lost for good. Its pending groups are tombstoned with a reason that
-    begins with "shard_lost"; their records, and those of settled groups in memory, are stored on
-    other shards. Its store is refused from then on. An elected instance that waits for the shard
-    answers too. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while the
-    shard is in discovery, and when no other shard is registered to store the records. Idempotent;
+    """Declares that a pool shard is lost for good. Tombstones its pending groups with a reason that
+    begins with "shard_lost", and stores their records, and those of settled groups in memory, on other
+    shards. From then on the pool refuses the shard's store. An elected instance that waits for the
+    shard also answers. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while
+    the shard is in discovery, and when no other shard is registered to store the records. Idempotent;
     safe to retry.
     """
     GetSchedulerStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetSchedulerStatusRequest, _scheduler_pb2.GetSchedulerStatusResponse]  # type: ignore[assignment]
@@ -195,12 +195,14 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     more than 64 with details. Safe to retry.
     """
     ListGroups: _aio.UnaryStreamMultiCallable[_scheduler_pb2.ListGroupsRequest, _scheduler_pb2.ListGroupsResponse]  # type: ignore[assignment]
-    """Returns groups with the rewards of their counted trajectories, by tag; every group without one."""
+    """Returns the groups with a tag and the rewards of their counted trajectories; without a tag every
+    group.
+    """
     RenewToken: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewTokenRequest, _scheduler_pb2.RenewTokenResponse]  # type: ignore[assignment]
     """Renews the token of this call, a runner's: the same id, subject, scopes and audience, and the same
-    lifetime from now, until the time that was set when it was issued. Revoking the id revokes all
-    of its renewals. FAILED_PRECONDITION: it is not renewable, or that time is over. Retry after
-    UNAVAILABLE: each call returns a valid token.
+    lifetime from now, within the time that its issuer set for renewals. A revocation of the id revokes
+    all of its renewals. FAILED_PRECONDITION when it is not renewable, or that time is over. Retry
+    after UNAVAILABLE: each call returns a valid token.
     """
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -218,10 +220,10 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.LeaseRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.LeaseRolloutsResponse, _abc.Awaitable[_scheduler_pb2.LeaseRolloutsResponse]]:
-        """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the
-        first. An empty response means that none is available now: call again. A task whose domain or
-        scaffold the runner does not declare is skipped. Not idempotent; a lease that never reached the
-        runner expires.
+        """Leases up to `max_rollouts` rollouts in strict queue order, waiting up to `wait_s` for the first.
+        An empty response means that none is available now: call again. Skips tasks whose domain or
+        scaffold the runner does not declare. Not idempotent; a lease that does not reach the runner
+        expires.
         """
 
     @_abc_1.abstractmethod
@@ -230,7 +232,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.RenewRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.RenewRolloutsResponse, _abc.Awaitable[_scheduler_pb2.RenewRolloutsResponse]]:
-        """Renews task leases. `lost` has the ids of expired ones: stop their rollouts."""
+        """Renews task leases. `lost` has the ids of expired leases: stop their rollouts."""
 
     @_abc_1.abstractmethod
     def FinishRollouts(
@@ -238,9 +240,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.FinishRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.FinishRolloutsResponse, _abc.Awaitable[_scheduler_pb2.FinishRolloutsResponse]]:
-        """Reports ended rollouts. A rollout with a sealed trajectory is complete; any other is retried
-        with back-off. Failures of the task tombstone its group after `max_attempts`, with the reason;
-        failures of the infrastructure do not count. Idempotent.
+        """Reports ended rollouts. A rollout with a sealed trajectory is complete; the scheduler retries any
+        other with back-off. Failures of the task tombstone its group after `max_attempts`, with the
+        reason; failures of the infrastructure do not count. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -260,7 +262,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.RenewBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.RenewBatchResponse, _abc.Awaitable[_scheduler_pb2.RenewBatchResponse]]:
-        """Renews a batch lease. NOT_FOUND after it was lost."""
+        """Renews a batch lease. NOT_FOUND after its loss."""
 
     @_abc_1.abstractmethod
     def CommitBatch(
@@ -268,9 +270,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.CommitBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.CommitBatchResponse, _abc.Awaitable[_scheduler_pb2.CommitBatchResponse]]:
-        """Marks a batch as trained by optimizer step `step`. Durable when it returns. Idempotent.
-        NOT_FOUND when the batch lease was lost and its groups may be in another batch: restore the
-        last checkpoint and Rewind. FAILED_PRECONDITION when another step committed it.
+        """Marks a batch as trained by optimizer step `step`. Durable on return. Idempotent. NOT_FOUND when
+        the batch lease was lost and its groups may be in another batch: restore the last checkpoint and
+        Rewind. FAILED_PRECONDITION when another step committed it.
         """
 
     @_abc_1.abstractmethod
@@ -287,9 +289,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.RewindRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.RewindResponse, _abc.Awaitable[_scheduler_pb2.RewindResponse]]:
-        """Makes every group trained after `step` visible again and ends open batch leases: a trainer
-        calls it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a
-        trainer with a higher fence called it before: do not retry, end.
+        """Makes every group trained after `step` visible again and ends open batch leases: a trainer calls
+        it after it restored the checkpoint of `step`. Idempotent. FAILED_PRECONDITION when a trainer with
+        a higher fence called it before: end the process, do not retry.
         """
 
     @_abc_1.abstractmethod
@@ -298,9 +300,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.SetActivityRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.SetActivityResponse, _abc.Awaitable[_scheduler_pb2.SetActivityResponse]]:
-        """Pauses, drains or resumes the queue. Durable when it returns: later leaders keep the setting.
-        Idempotent.
-        """
+        """Pauses, drains or resumes the queue. Durable on return: later leaders keep the setting. Idempotent."""
 
     @_abc_1.abstractmethod
     def SetRunnerDraining(
@@ -308,9 +308,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.SetRunnerDrainingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.SetRunnerDrainingResponse, _abc.Awaitable[_scheduler_pb2.SetRunnerDrainingResponse]]:
-        """Leases no further rollout to a runner, or leases again. It keeps its rollouts, which end there. Durable
-        when it returns: later leaders keep it, until the runner's process ends or the drain is taken back.
-        NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
+        """Begins or ends the drain of a runner: it gets no further rollout, and its running rollouts end
+        there. Durable on return: later leaders keep the drain until its end or the end of the runner's
+        process. NOT_FOUND when the runner is not in discovery. RESOURCE_EXHAUSTED when 1,024 runners are
         drained. UNAVAILABLE without etcd. Idempotent; safe to retry.
         """
 
@@ -320,11 +320,11 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.DropGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.DropGroupsResponse, _abc.Awaitable[_scheduler_pb2.DropGroupsResponse]]:
-        """Tombstones pending groups with a reason, e.g. of tasks that no runner can do. Durable when it
-        returns. Their rollouts lose their leases. A group in a batch and a settled one stay as they
-        are. INVALID_ARGUMENT without a reason, and unless either task ids or a domain are given;
-        NOT_FOUND names a task that is not in the queue: nothing is dropped then. UNAVAILABLE while its
-        pool shard is unreachable. Safe to retry.
+        """Tombstones pending groups with a reason, e.g. of tasks that no runner can run. Durable on return.
+        Their rollouts lose their leases. Does not change groups in a batch and settled groups.
+        INVALID_ARGUMENT without a reason, and unless the request has either task ids or a domain.
+        NOT_FOUND names a task that is not in the queue; then nothing is dropped. UNAVAILABLE while the
+        pool shard of a group is unreachable. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -333,12 +333,13 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.RetireShardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.RetireShardResponse, _abc.Awaitable[_scheduler_pb2.RetireShardResponse]]:
-        """Starts to retire a pool shard; GetSchedulerStatus has the progress. RETIRED once it is done. From the first call on the shard gets no new groups and leases no rollout; all its groups
-        move to other shards with their trajectories, the ones with leases or in a batch afterwards. Then
-        the shard is unregistered, and its store is refused from then on. Later leaders continue.
-        NOT_FOUND for an unknown shard. FAILED_PRECONDITION when no other shard is registered, when the
-        shard was declared lost, and when it is unreachable: nothing is started then. Idempotent; safe to
-        retry.
+        """Starts to retire a pool shard; GetSchedulerStatus has the progress, and this call returns RETIRED
+        at its end. From the first call on the shard gets no new groups, and the scheduler leases none of
+        its rollouts. All its groups move to other shards with their trajectories; groups with leases or in
+        a batch move once these end. Then the scheduler unregisters the shard, and the pool refuses its
+        store from then on. Later leaders continue. NOT_FOUND for an unknown shard. FAILED_PRECONDITION
+        when no other shard is registered, when the shard was declared lost, and when it is unreachable;
+        then nothing starts. Idempotent; safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -347,11 +348,11 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.DeclareShardLostRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.DeclareShardLostResponse, _abc.Awaitable[_scheduler_pb2.DeclareShardLostResponse]]:
-        """Declares that a pool shard is lost for good. Its pending groups are tombstoned with a reason that
-        begins with "shard_lost"; their records, and those of settled groups in memory, are stored on
-        other shards. Its store is refused from then on. An elected instance that waits for the shard
-        answers too. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while the
-        shard is in discovery, and when no other shard is registered to store the records. Idempotent;
+        """Declares that a pool shard is lost for good. Tombstones its pending groups with a reason that
+        begins with "shard_lost", and stores their records, and those of settled groups in memory, on other
+        shards. From then on the pool refuses the shard's store. An elected instance that waits for the
+        shard also answers. Durable on return. NOT_FOUND for an unknown shard. FAILED_PRECONDITION while
+        the shard is in discovery, and when no other shard is registered to store the records. Idempotent;
         safe to retry.
         """
 
@@ -380,7 +381,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.ListGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.ListGroupsResponse], _abc.AsyncIterator[_scheduler_pb2.ListGroupsResponse]]:
-        """Returns groups with the rewards of their counted trajectories, by tag; every group without one."""
+        """Returns the groups with a tag and the rewards of their counted trajectories; without a tag every
+        group.
+        """
 
     @_abc_1.abstractmethod
     def RenewToken(
@@ -389,9 +392,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.RenewTokenResponse, _abc.Awaitable[_scheduler_pb2.RenewTokenResponse]]:
         """Renews the token of this call, a runner's: the same id, subject, scopes and audience, and the same
-        lifetime from now, until the time that was set when it was issued. Revoking the id revokes all
-        of its renewals. FAILED_PRECONDITION: it is not renewable, or that time is over. Retry after
-        UNAVAILABLE: each call returns a valid token.
+        lifetime from now, within the time that its issuer set for renewals. A revocation of the id revokes
+        all of its renewals. FAILED_PRECONDITION when it is not renewable, or that time is over. Retry
+        after UNAVAILABLE: each call returns a valid token.
         """
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

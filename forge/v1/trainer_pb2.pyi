@@ -67,8 +67,8 @@ Global___FetchTokenValuesRequest: _TypeAlias = FetchTokenValuesRequest  # noqa: 
 
 @_typing.final
 class FetchTokenValuesResponse(_message.Message):
-    """At most 32,768 consecutive tokens of one turn; the pieces of a turn are in order. Each column has one entry
-    per token, little-endian, of half precision.
+    """At most 32,768 consecutive tokens of one turn; the pieces of a turn are in order. The columns have one
+    float32 per token, little-endian, with the precision of float16; `flags` has one byte per token.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -90,15 +90,15 @@ class FetchTokenValuesResponse(_message.Message):
     weight_version: _builtins.int
     """Of the weights before the step, which computed the values."""
     logprobs: _builtins.bytes
-    """Float32: log pi, at the temperature of sampling."""
+    """log pi, at the temperature of sampling."""
     log_ratios: _builtins.bytes
-    """Float32: log of the importance ratio pi / pi_behavior."""
+    """Log of the importance ratio pi / pi_behavior."""
     entropies: _builtins.bytes
-    """Float32: entropy of the token's distribution in nats, at the temperature of sampling."""
+    """Entropy of the token's distribution in nats, at the temperature of sampling."""
     advantages: _builtins.bytes
-    """Float32: advantage, before a KL penalty and a teacher's part."""
+    """Advantage, before a KL penalty and the part of a teacher."""
     flags: _builtins.bytes
-    """One byte: 1: the ratio exceeds a bound of the loss, plus 2: the off-policy correction masks the token."""
+    """Sum of 1 (the ratio exceeds a bound of the loss) and 2 (the off-policy correction masks the token)."""
     def __init__(
         self,
         *,
@@ -234,11 +234,11 @@ class WeightsWorker(_message.Message):
     role: _builtins.str
     """"prefill", "decode" or "both"."""
     weight_version: _builtins.int
-    """Served now."""
+    """Version in service."""
     wanted_version: _builtins.int
-    """To be served: the newest, or a held one; 0 before the first publication."""
+    """Version to serve: the newest, or a held one; 0 before the first publication."""
     error: _builtins.str
-    """Why it does not serve it yet, if a fetch failed or the engine refused it."""
+    """Error that keeps the worker from it: a failed fetch, or a refusal of the engine."""
     def __init__(
         self,
         *,
@@ -270,7 +270,7 @@ class WeightsHold(_message.Message):
     canary_version: _builtins.int
     """Served by `canary_workers`; 0: there is no canary."""
     subject: _builtins.str
-    """Who asked for it, or for its end, and when."""
+    """Subject of the token that began or ended the hold, and the time."""
     since_unix_s: _builtins.float
     @_builtins.property
     def canary_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -301,7 +301,7 @@ class RollBackWeightsRequest(_message.Message):
     ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     on_behalf_of: _builtins.str
-    """The person for whom a service calls."""
+    """The person on whose behalf a service calls."""
     def __init__(
         self,
         *,
@@ -347,7 +347,7 @@ class StartWeightCanaryRequest(_message.Message):
     share: _builtins.float
     """Above 0, below 1. At least one worker is in the canary, and at least one is not."""
     on_behalf_of: _builtins.str
-    """The person for whom a service calls."""
+    """The person on whose behalf a service calls."""
     def __init__(
         self,
         *,
@@ -389,7 +389,7 @@ class PromoteWeightsRequest(_message.Message):
 
     ON_BEHALF_OF_FIELD_NUMBER: _builtins.int
     on_behalf_of: _builtins.str
-    """The person for whom a service calls."""
+    """The person on whose behalf a service calls."""
     def __init__(
         self,
         *,
@@ -453,11 +453,11 @@ class FetchCheckpointRequest(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     trainer: _builtins.str
-    """Name of the process that fetches. A trainer that stops waits until each one has stored its last
-    checkpoint.
+    """Name of the process that fetches. A trainer that stops waits until every such process has stored
+    its last checkpoint.
     """
     stored: _builtins.bool
-    """Says that the checkpoint is stored. The response is empty."""
+    """Report that the checkpoint is stored. The response is empty."""
     @_builtins.property
     def have(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By path: bytes from the beginning of the file."""
@@ -806,9 +806,9 @@ class StepMetrics(_message.Message):
     checkpoint_s: _builtins.float
     """Time to copy the state of a checkpoint, after the previous step; 0 without a checkpoint."""
     lost_s: _builtins.float
-    """Seconds since the previous step of this lineage that no field above includes: steps after the
-    restored checkpoint, the time until training resumed, released batches. 0 if the previous step
-    has no run_s.
+    """Lost time since the previous step of this lineage, in seconds, which no field above includes: steps
+    after the restored checkpoint, the time until training resumed, released batches. 0 if the
+    previous step has no run_s.
     """
     run_s: _builtins.float
     """Seconds of the run at the end of this step, over all its processes and the time between them,
@@ -821,8 +821,8 @@ class StepMetrics(_message.Message):
     work of their trees; 0 with one group.
     """
     overlong_turns_left_out: _builtins.int
-    """Turns without a gradient (overlong.mask), because a token limit cut off their answer or another
-    one of their trajectory.
+    """Turns without a gradient (overlong.mask): a token limit cut off their answer, or another answer of
+    their trajectory.
     """
     overlong_penalty: _builtins.float
     """Mean over trajectories of the penalty on long answers; at most 0."""
@@ -835,19 +835,19 @@ class StepMetrics(_message.Message):
     without a teacher.
     """
     flat_groups: _builtins.int
-    """Groups of the batch whose rollouts all have the same return."""
+    """Flat groups of the batch."""
     refill_groups: _builtins.int
     """Groups of the batch that were leased in place of flat ones."""
     replayed_tokens: _builtins.int
-    """With routing_replay: computed tokens whose recorded experts were replayed, and those without a
-    record, whose experts the model chose.
+    """With routing_replay: computed tokens with replayed experts, and computed tokens without a record,
+    whose experts the model chose.
     """
     unreplayed_tokens: _builtins.int
     replay_changed_share: _builtins.float
     """Share of the replayed tokens for which the model's own choice differs in some layer."""
     replay_compared_tokens: _builtins.int
-    """Trained tokens that were computed a second time, by the model's own choice, and the mean over them
-    of |log pi - log pi_behavior|: with replay, and by the model's own choice. 0 in steps without.
+    """Trained tokens that were computed with and without replay, and their mean |log pi - log
+    pi_behavior|: with replay, and without. 0 in steps without this comparison.
     """
     replay_gap_mean: _builtins.float
     replay_free_gap_mean: _builtins.float
@@ -856,8 +856,8 @@ class StepMetrics(_message.Message):
     replay_unfit_records: _builtins.int
     """Records of turns that do not fit the model; their tokens count as unreplayed."""
     yield_tokens_per_s: _builtins.float
-    """The two factors of yield_j: sampled tokens trained on per second of the run so far, and reward gained
-    per trajectory. 0 before the second step, and in records of earlier releases.
+    """The two factors of yield_j: sampled tokens trained on per second of the run so far, and reward
+    gained per trajectory. 0 before the second step, and in records of earlier releases.
     """
     yield_gain: _builtins.float
     @_builtins.property
@@ -870,14 +870,14 @@ class StepMetrics(_message.Message):
 
     @_builtins.property
     def engines(self) -> _containers.MessageMap[_builtins.str, Global___EngineMetrics]:
-        """By engine that sampled: turns that moved between engines, and trajectories of several engines, are
-        "several", those of records without an engine "unknown".
+        """By the engine that sampled. "several": turns that moved between engines, and trajectories of
+        several engines; "unknown": records without an engine.
         """
 
     @_builtins.property
     def reward_components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """By name of a reward: the mean, over the batch's trajectories that have one, of the sum of its values.
-        The 32 most frequent names; what agents say of themselves is left out.
+        """By name of a reward: the mean, over the batch's trajectories that have one, of the sum of its
+        values. The 32 most frequent names, without rewards of kind AGENT.
         """
 
     def __init__(
@@ -968,7 +968,7 @@ class EngineMetrics(_message.Message):
     INFERENCE_GAP_STALENESS_FIELD_NUMBER: _builtins.int
     STALENESS_MEAN_FIELD_NUMBER: _builtins.int
     mean_reward: _builtins.float
-    """Mean outcome reward of the trajectories that it sampled alone."""
+    """Mean outcome reward of the trajectories that the engine sampled alone."""
     trajectories: _builtins.int
     trained_tokens: _builtins.int
     """Trained tokens of its turns."""
@@ -1102,8 +1102,8 @@ class Evaluation(_message.Message):
     step: _builtins.int
     """Optimizer step of the evaluated weights; 0: the starting weights."""
     weight_version: _builtins.int
-    """Version of these weights. Unless it began before a restart, no worker served an older version
-    at its begin.
+    """Version of these weights. When the evaluation began, no worker served an older version, except
+    after a restart of the trainer.
     """
     min_weight_version: _builtins.int
     """Oldest and newest version that sampled: rollouts always use the newest weights. -1 without
@@ -1120,7 +1120,9 @@ class Evaluation(_message.Message):
     failed: _builtins.int
     """Rollouts without a sealed trajectory after all attempts."""
     duration_s: _builtins.float
-    """Seconds from its begin, or from the restart that resumed it, to the end of the last rollout."""
+    """Seconds from the begin of the evaluation, or from the restart that resumed it, to the end of the
+    last rollout.
+    """
     skipped: _builtins.int
     """Evaluations that were due since the previous one and were skipped."""
     tag: _builtins.str

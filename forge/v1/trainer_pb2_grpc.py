@@ -106,17 +106,17 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchCheckpoint(self, request, context):
-        """Streams the files of a checkpoint to a trainer that stands by on another host: `begin` first, then
-        the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
-        that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
-        ones: fetch the newest. Safe to retry.
+        """Streams the files of a checkpoint to a standby on another host: `begin` first, then the pieces of
+        each file in order. To resume after any end, set `have` to the stored bytes of each file: the
+        trainer sends only later ones. NOT_FOUND when newer checkpoints replaced this one: fetch the
+        newest. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWeights(self, request, context):
-        """Returns the versions that the trainer can send, the hold, and what each worker serves. Safe to
+        """Returns the versions that the trainer can send, the hold, and the version of each worker. Safe to
         retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -135,8 +135,9 @@ class TrainerServiceServicer(object):
 
     def StartWeightCanary(self, request, context):
         """Holds two versions: a share of the workers serves `weight_version`, the others the base of the
-        present hold, or without one the version before. As RollBackWeights, and FAILED_PRECONDITION with
-        fewer than two workers that decode, without an earlier version, or when the version is the base.
+        present hold, or without a hold the version before. Status codes as of RollBackWeights, and
+        FAILED_PRECONDITION with fewer than two workers that decode, without an earlier version, or when
+        the version is the base.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,10 +152,10 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchTokenValues(self, request, context):
-        """Streams the stored values of the trained tokens of one trajectory, turn after turn. The trainer stores
-        a share of each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have
-        none: NOT_FOUND without any, which a later call may find. RESOURCE_EXHAUSTED when too many calls are
-        in work: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
+        """Streams the stored token values of one trajectory, turn after turn. The trainer stores a share of
+        each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have none:
+        NOT_FOUND without any; a later call may find some. RESOURCE_EXHAUSTED when too many calls are in
+        flight: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
         Changes nothing; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

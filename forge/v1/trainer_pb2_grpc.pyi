@@ -40,13 +40,13 @@ class TrainerServiceStub:
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Saves a checkpoint now. Returns when it is on disk. Idempotent per step; safe to retry."""
     FetchCheckpoint: _grpc.UnaryStreamMultiCallable[_trainer_pb2.FetchCheckpointRequest, _trainer_pb2.FetchCheckpointResponse]
-    """Streams the files of a checkpoint to a trainer that stands by on another host: `begin` first, then
-    the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
-    that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
-    ones: fetch the newest. Safe to retry.
+    """Streams the files of a checkpoint to a standby on another host: `begin` first, then the pieces of
+    each file in order. To resume after any end, set `have` to the stored bytes of each file: the
+    trainer sends only later ones. NOT_FOUND when newer checkpoints replaced this one: fetch the
+    newest. Safe to retry.
     """
     ListWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ListWeightsRequest, _trainer_pb2.ListWeightsResponse]
-    """Returns the versions that the trainer can send, the hold, and what each worker serves. Safe to
+    """Returns the versions that the trainer can send, the hold, and the version of each worker. Safe to
     retry.
     """
     RollBackWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RollBackWeightsRequest, _trainer_pb2.RollBackWeightsResponse]
@@ -57,18 +57,19 @@ class TrainerServiceStub:
     """
     StartWeightCanary: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StartWeightCanaryRequest, _trainer_pb2.StartWeightCanaryResponse]
     """Holds two versions: a share of the workers serves `weight_version`, the others the base of the
-    present hold, or without one the version before. As RollBackWeights, and FAILED_PRECONDITION with
-    fewer than two workers that decode, without an earlier version, or when the version is the base.
+    present hold, or without a hold the version before. Status codes as of RollBackWeights, and
+    FAILED_PRECONDITION with fewer than two workers that decode, without an earlier version, or when
+    the version is the base.
     """
     PromoteWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PromoteWeightsRequest, _trainer_pb2.PromoteWeightsResponse]
     """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
     the outcome is unknown.
     """
     FetchTokenValues: _grpc.UnaryStreamMultiCallable[_trainer_pb2.FetchTokenValuesRequest, _trainer_pb2.FetchTokenValuesResponse]
-    """Streams the stored values of the trained tokens of one trajectory, turn after turn. The trainer stores
-    a share of each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have
-    none: NOT_FOUND without any, which a later call may find. RESOURCE_EXHAUSTED when too many calls are
-    in work: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
+    """Streams the stored token values of one trajectory, turn after turn. The trainer stores a share of
+    each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have none:
+    NOT_FOUND without any; a later call may find some. RESOURCE_EXHAUSTED when too many calls are in
+    flight: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
     Changes nothing; safe to retry.
     """
 
@@ -82,13 +83,13 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Saves a checkpoint now. Returns when it is on disk. Idempotent per step; safe to retry."""
     FetchCheckpoint: _aio.UnaryStreamMultiCallable[_trainer_pb2.FetchCheckpointRequest, _trainer_pb2.FetchCheckpointResponse]  # type: ignore[assignment]
-    """Streams the files of a checkpoint to a trainer that stands by on another host: `begin` first, then
-    the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
-    that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
-    ones: fetch the newest. Safe to retry.
+    """Streams the files of a checkpoint to a standby on another host: `begin` first, then the pieces of
+    each file in order. To resume after any end, set `have` to the stored bytes of each file: the
+    trainer sends only later ones. NOT_FOUND when newer checkpoints replaced this one: fetch the
+    newest. Safe to retry.
     """
     ListWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ListWeightsRequest, _trainer_pb2.ListWeightsResponse]  # type: ignore[assignment]
-    """Returns the versions that the trainer can send, the hold, and what each worker serves. Safe to
+    """Returns the versions that the trainer can send, the hold, and the version of each worker. Safe to
     retry.
     """
     RollBackWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RollBackWeightsRequest, _trainer_pb2.RollBackWeightsResponse]  # type: ignore[assignment]
@@ -99,18 +100,19 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
     StartWeightCanary: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StartWeightCanaryRequest, _trainer_pb2.StartWeightCanaryResponse]  # type: ignore[assignment]
     """Holds two versions: a share of the workers serves `weight_version`, the others the base of the
-    present hold, or without one the version before. As RollBackWeights, and FAILED_PRECONDITION with
-    fewer than two workers that decode, without an earlier version, or when the version is the base.
+    present hold, or without a hold the version before. Status codes as of RollBackWeights, and
+    FAILED_PRECONDITION with fewer than two workers that decode, without an earlier version, or when
+    the version is the base.
     """
     PromoteWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PromoteWeightsRequest, _trainer_pb2.PromoteWeightsResponse]  # type: ignore[assignment]
     """Ends the hold: every worker follows the newest version. Idempotent; safe to retry. After UNAVAILABLE
     the outcome is unknown.
     """
     FetchTokenValues: _aio.UnaryStreamMultiCallable[_trainer_pb2.FetchTokenValuesRequest, _trainer_pb2.FetchTokenValuesResponse]  # type: ignore[assignment]
-    """Streams the stored values of the trained tokens of one trajectory, turn after turn. The trainer stores
-    a share of each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have
-    none: NOT_FOUND without any, which a later call may find. RESOURCE_EXHAUSTED when too many calls are
-    in work: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
+    """Streams the stored token values of one trajectory, turn after turn. The trainer stores a share of
+    each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have none:
+    NOT_FOUND without any; a later call may find some. RESOURCE_EXHAUSTED when too many calls are in
+    flight: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
     Changes nothing; safe to retry.
     """
 
@@ -145,10 +147,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.FetchCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.FetchCheckpointResponse], _abc.AsyncIterator[_trainer_pb2.FetchCheckpointResponse]]:
-        """Streams the files of a checkpoint to a trainer that stands by on another host: `begin` first, then
-        the pieces of each file in order. To resume after any end, name in `have` the bytes of each file
-        that are stored: only later ones are sent. NOT_FOUND when the checkpoint was replaced by newer
-        ones: fetch the newest. Safe to retry.
+        """Streams the files of a checkpoint to a standby on another host: `begin` first, then the pieces of
+        each file in order. To resume after any end, set `have` to the stored bytes of each file: the
+        trainer sends only later ones. NOT_FOUND when newer checkpoints replaced this one: fetch the
+        newest. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -157,7 +159,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ListWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ListWeightsResponse, _abc.Awaitable[_trainer_pb2.ListWeightsResponse]]:
-        """Returns the versions that the trainer can send, the hold, and what each worker serves. Safe to
+        """Returns the versions that the trainer can send, the hold, and the version of each worker. Safe to
         retry.
         """
 
@@ -180,8 +182,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.StartWeightCanaryResponse, _abc.Awaitable[_trainer_pb2.StartWeightCanaryResponse]]:
         """Holds two versions: a share of the workers serves `weight_version`, the others the base of the
-        present hold, or without one the version before. As RollBackWeights, and FAILED_PRECONDITION with
-        fewer than two workers that decode, without an earlier version, or when the version is the base.
+        present hold, or without a hold the version before. Status codes as of RollBackWeights, and
+        FAILED_PRECONDITION with fewer than two workers that decode, without an earlier version, or when
+        the version is the base.
         """
 
     @_abc_1.abstractmethod
@@ -200,10 +203,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.FetchTokenValuesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.FetchTokenValuesResponse], _abc.AsyncIterator[_trainer_pb2.FetchTokenValuesResponse]]:
-        """Streams the stored values of the trained tokens of one trajectory, turn after turn. The trainer stores
-        a share of each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have
-        none: NOT_FOUND without any, which a later call may find. RESOURCE_EXHAUSTED when too many calls are
-        in work: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
+        """Streams the stored token values of one trajectory, turn after turn. The trainer stores a share of
+        each step (token_values.tokens_per_step) within a size, so a turn or a trajectory may have none:
+        NOT_FOUND without any; a later call may find some. RESOURCE_EXHAUSTED when too many calls are in
+        flight: retry after the hint. DATA_LOSS when the file of the step is damaged, NOT_FOUND afterwards.
         Changes nothing; safe to retry.
         """
 
