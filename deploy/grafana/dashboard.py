@@ -73,7 +73,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "none",
             {"rate(forge_trainer_trained_tokens_total{$at}[5m])": "tokens/s"},
         ),
-        ("Merge factor", "none", {"forge_trainer_merge_ratio{$at}": "sample / tree tokens"}),
+        ("Merge ratio", "none", {"forge_trainer_merge_ratio{$at}": "sample / tree tokens"}),
         ("Yield J", "none", {"forge_trainer_domain_yield_j{$at}": "{{domain}}"}),
     ),
     "Queue": (

@@ -29,7 +29,9 @@ CALL_S = 10.0
 PAUSE_S = 1.0
 """Pause before a failed call is repeated."""
 
-_ROLLOUTS = counter("forge_runner_rollouts_total", "Ended rollouts.", ["result"])
+_ROLLOUTS = counter(
+    "forge_runner_rollouts_total", "Ended rollouts, by result: sealed, failed.", ["result"]
+)
 _RUNNING = gauge("forge_runner_rollouts_running", "Running rollouts.")
 _DURATION = histogram(
     "forge_runner_rollout_seconds",

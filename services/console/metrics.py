@@ -1,4 +1,4 @@
-"""The console on /metrics."""
+"""Metrics of the console."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ READS = counter(
     ["topic", "result"],
 )
 DROPPED = counter(
-    "forge_console_dropped_viewers_total", "Live pages ended because they did not read for 10 s."
+    "forge_console_dropped_viewers_total", "Live pages dropped because they did not read for 10 s."
 )

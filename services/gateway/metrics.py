@@ -18,12 +18,12 @@ REFUSED = counter(
 TURNS = counter("forge_gateway_turns_total", "Turns recorded, by finish reason.", ["finish"])
 OTHER_TURNS = counter(
     "forge_gateway_other_model_turns_total",
-    "Recorded answers of models beside the policy, by name.",
+    "Recorded answers of other models than the policy, by name.",
     ["model"],
 )
 OTHER_TOKENS = counter(
     "forge_gateway_other_model_tokens_total",
-    "Tokens of answers of models beside the policy, as their engine or API counted them.",
+    "Tokens of the answers of other models than the policy, by the count of their engine or API.",
     ["model"],
 )
 OTHER_FAILURES = counter(
@@ -53,15 +53,15 @@ REFUSED_TURNS = counter(
 )
 CONTESTED_TURNS = counter(
     "forge_gateway_contested_turns_total",
-    "Turns that got a new number, because another gateway had used theirs.",
+    "Turns that got a new index, because another gateway had used the first one.",
 )
 UNENFORCED = counter(
     "forge_gateway_unenforced_strict_total",
-    "Calls with strict tools whose arguments cannot be enforced in the model's call syntax.",
+    "Calls with strict tools, in a call syntax whose arguments no grammar can enforce.",
 )
 IMAGES = counter(
     "forge_gateway_images_total",
-    "Images of agents: placeholder (a text stands for it in a recorded turn) or refused.",
+    "Images in requests: placeholder (a text stands for it in a recorded turn) or refused.",
     ["outcome"],
 )
 REPLACED_SURROGATES = counter(
@@ -70,17 +70,18 @@ REPLACED_SURROGATES = counter(
 )
 SAMPLING_CHANGES = counter(
     "forge_gateway_sampling_changes_total",
-    "Sampling parameters of agents that the session's policy replaced.",
+    "Sampling parameters in requests that the session's sampling policy replaced.",
     ["policy", "parameter"],
 )
 OMITTED_TOOLS = counter(
     "forge_gateway_omitted_tools_total",
-    "Hosted tools that were left out of requests, by type.",
+    "Hosted tools that the gateway left out of requests, by type.",
     ["type"],
 )
 IGNORED_PARAMETERS = counter(
     "forge_gateway_ignored_parameters_total",
-    "Request fields without effect that X-Forge-Ignored named, by field; unknown: any other.",
+    "Request fields without effect, which the header X-Forge-Ignored lists; unknown: fields that "
+    "the API does not have.",
     ["field"],
 )
 UPSTREAM_RETRIES = counter(
@@ -88,7 +89,7 @@ UPSTREAM_RETRIES = counter(
 )
 SESSIONS = gauge("forge_gateway_sessions", "Sessions in memory.")
 SESSION_BYTES = gauge("forge_gateway_session_bytes", "Approximate memory of all sessions.")
-REBUILT = counter("forge_gateway_sessions_rebuilt_total", "Sessions read back from the pool.")
+REBUILT = counter("forge_gateway_sessions_rebuilt_total", "Sessions rebuilt from the pool.")
 CONNECTIONS = gauge("forge_gateway_connections", "Open HTTP connections.")
 SHARED_CONNECTIONS = counter(
     "forge_gateway_shared_port_connections_total",
@@ -98,7 +99,9 @@ SHARED_CONNECTIONS = counter(
 BODY_BYTES = gauge("forge_gateway_body_bytes", "HTTP request bodies in memory.")
 CALLS = gauge("forge_gateway_calls_in_flight", "Model calls in flight.")
 BACKLOG = gauge(
-    "forge_gateway_backlog_bytes", "Turns not yet durable, by pool shard.", ["pool_shard"]
+    "forge_gateway_backlog_bytes",
+    "Size of the turns that are not yet durable, by pool shard.",
+    ["pool_shard"],
 )
 PREPARE_SECONDS = histogram(
     "forge_gateway_prepare_seconds",

@@ -6,7 +6,7 @@ from forge.runtime.telemetry import counter, gauge, histogram
 
 COMMIT_SECONDS = histogram("forge_pool_commit_seconds", "Duration of one commit, fsync included.")
 COMMANDS = counter("forge_pool_commands_total", "Commands applied, by kind.", ["kind"])
-COMMITTED_BYTES = counter("forge_pool_commit_bytes_total", "Payload of all commits.")
+COMMITTED_BYTES = counter("forge_pool_commit_bytes_total", "Payload bytes of all commits.")
 REFUSALS = counter(
     "forge_pool_refusals_total", "Turns and other commands refused one by one.", ["kind", "code"]
 )
@@ -31,7 +31,7 @@ FREED_RECORDS = counter("forge_pool_freed_records_total", "Turns and rewards fre
 ORPHANS = counter(
     "forge_pool_orphans_total", "Tasks tombstoned because their trajectories have no group."
 )
-FREED_BYTES = counter("forge_pool_freed_bytes_total", "Payload freed.")
+FREED_BYTES = counter("forge_pool_freed_bytes_total", "Payload bytes freed.")
 DAMAGED_ENTRIES = counter(
     "forge_pool_damaged_entries_total",
     "Settled groups that are not freed: their index entry is damaged.",
@@ -41,7 +41,7 @@ COVERED_STEP = gauge(
 )
 TRAINED_SINCE_BACKUP = gauge(
     "forge_pool_trained_since_backup_steps",
-    "Steps by which the trainer is ahead of the backup that the shard was restored from.",
+    "Steps that the trainer took after the backup from which the shard was restored.",
 )
 REPAIRS = counter(
     "forge_pool_repairs_total",
@@ -56,7 +56,12 @@ MOVED_GROUPS = counter(
 REPLICA_LAG = gauge(
     "forge_pool_replica_lag_commits", "Commits that the follower has not confirmed."
 )
-CATCH_UPS = counter("forge_pool_catch_ups_total", "Catch-ups of followers, by way.", ["way"])
+CATCH_UPS = counter(
+    "forge_pool_catch_ups_total",
+    "Catch-ups of followers, by way: journal (the missing records), copy (all records), rest (the "
+    "rest of an interrupted copy).",
+    ["way"],
+)
 REPLICAS_IN_SYNC = gauge(
     "forge_pool_replicas_in_sync", "Replicas that have every acknowledged write."
 )

@@ -1,4 +1,4 @@
-"""The queue on /metrics: H, W, N and the counts of groups."""
+"""Metrics of the queue: H, W, N and the counts of groups."""
 
 from __future__ import annotations
 

@@ -29,30 +29,36 @@ _VERSION_GAUGES = {
     for name, text in (
         (
             "mean_reward",
-            "Mean outcome of trained trajectories that the held version alone sampled; weights: "
+            "Mean outcome of the trained trajectories that a held version alone sampled; weights: "
             "base, canary.",
         ),
-        ("trajectories", "Number of these trajectories."),
+        ("trajectories", "Trained trajectories that a held version alone sampled."),
         (
             "logprob_gap",
-            "Mean |log pi - log pi_behavior| over trained tokens that the held version sampled.",
+            "Mean |log pi - log pi_behavior| over the trained tokens that a held version sampled.",
         ),
-        ("tokens", "Number of these tokens."),
+        ("tokens", "Trained tokens that a held version sampled."),
     )
 }
 _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches without a usable gradient.")
 _TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
-_FLAT = counter("forge_trainer_flat_groups_total", "Groups with equal outcome and process rewards.")
-_REFILL = counter(
-    "forge_trainer_refill_groups_total", "Groups that were leased in place of flat ones."
+_FLAT = counter(
+    "forge_trainer_flat_groups_total",
+    "Flat groups: all rollouts have the same outcome and process rewards.",
 )
-_EXCLUDED = counter("forge_trainer_excluded_trajectories_total", "Inconsistent trajectories.")
+_REFILL = counter("forge_trainer_refill_groups_total", "Groups leased in place of flat ones.")
+_EXCLUDED = counter(
+    "forge_trainer_excluded_trajectories_total",
+    "Trajectories left out because their records contradict each other.",
+)
 _UNTIMED = counter(
-    "forge_trainer_untimed_trajectories_total", "Trajectories without a speed: times are missing."
+    "forge_trainer_untimed_trajectories_total",
+    "Trajectories without a speed, because their records lack a time.",
 )
 _EMPTY = counter(
-    "forge_trainer_empty_passes_total", "Passes without effect, for equal numbers on all ranks."
+    "forge_trainer_empty_passes_total",
+    "Passes without effect, so that all data groups run the same number.",
 )
 _MEMORY = counter(
     "forge_trainer_memory_retries_total",
@@ -61,15 +67,13 @@ _MEMORY = counter(
 _CHECKPOINT_STEP = gauge("forge_trainer_checkpoint_step", "Step of the newest durable checkpoint.")
 _CHECKPOINT_S = gauge("forge_trainer_checkpoint_seconds", "Time to write the newest checkpoint.")
 _CHECKPOINT_FAILING = gauge(
-    "forge_trainer_checkpoint_failing", "1 when the newest checkpoint could not be written."
+    "forge_trainer_checkpoint_failing", "1 if the newest write of a checkpoint failed, else 0."
 )
 _CHECKPOINT_COPY_FAILING = gauge(
     "forge_trainer_checkpoint_copy_failing",
-    "1 when the newest checkpoint could not be copied to checkpoint.copy_to.",
+    "1 if the newest copy of a checkpoint to checkpoint.copy_to failed, else 0.",
 )
-TOKEN_VALUE_BYTES = gauge(
-    "forge_trainer_token_value_bytes", "Size of the stored values of single tokens."
-)
+TOKEN_VALUE_BYTES = gauge("forge_trainer_token_value_bytes", "Size of the stored token values.")
 TOKEN_VALUES_LOST = counter(
     "forge_trainer_token_values_lost_total",
     "Steps whose token values were not stored; cause: disk (a write failed), busy (earlier writes "
@@ -88,8 +92,8 @@ _LEFT_OUT = counter(
 )
 _OVERLONG = counter(
     "forge_trainer_overlong_turns_left_out_total",
-    "Turns left out by overlong.mask: a token limit cut off their answer, or another one of their "
-    "trajectory.",
+    "Turns left out by overlong.mask: a token limit cut off their answer, or another answer of "
+    "their trajectory.",
 )
 _UNKNOWN = counter(
     "forge_trainer_sampling_unknown_turns_total",
@@ -97,13 +101,14 @@ _UNKNOWN = counter(
 )
 _NOT_TRAINED = counter(
     "forge_trainer_left_out_turns_total",
-    "Turns that were not trained: empty, aborted, greedy (temperature 0), overlong (cut off by a "
-    "token limit), share_missing, side_call, excluded (by the agent).",
+    "Turns that were not trained, by reason: empty, aborted, greedy (temperature 0), overlong (cut "
+    "off by a token limit), share_missing, side_call, excluded (by the agent), other_model.",
     ["domain", "reason"],
 )
 _BARREN = counter(
     "forge_trainer_barren_batches_total",
-    "Batches in which every turn of a domain was left out; see left_out_turns for the reason.",
+    "Batches in which every turn of a domain was left out; forge_trainer_left_out_turns_total has "
+    "the reasons.",
     ["domain"],
 )
 _THROUGHPUT = gauge(
@@ -112,16 +117,15 @@ _THROUGHPUT = gauge(
 _WAIT_S = gauge("forge_trainer_wait_seconds", "Time from the end of a step to the next batch.")
 _PUBLISH_S = gauge(
     "forge_trainer_publish_seconds",
-    "Time that training waited for the copy of new weights, and for the publication before.",
+    "Time for which training waited for a copy of the new weights and for the publication before.",
 )
 ANNOUNCE_S = gauge(
     "forge_trainer_announce_seconds",
-    "Time to digest and announce the newest weights, beside the next step.",
+    "Time to digest and announce the newest weights, while the next step runs.",
 )
 CANARIES = counter(
     "forge_trainer_canaries_total",
-    "Automatic canaries by outcome: begun, promoted, rolled_back, or ended since too few workers "
-    "decode.",
+    "Automatic canaries, by outcome: begun, promoted, rolled_back, ended (too few workers decode).",
     ["outcome"],
 )
 WEIGHT_SEGMENTS = gauge(
@@ -130,16 +134,18 @@ WEIGHT_SEGMENTS = gauge(
 )
 WEIGHT_SENT_BYTES = counter(
     "forge_trainer_weight_sent_bytes_total",
-    "Bytes of weights sent over gRPC, by rank; of ranks above 0 up to the newest publication.",
+    "Bytes of weights sent over gRPC, by rank. Ranks above 0 report theirs at each publication.",
     ["rank"],
 )
 WEIGHT_FILES = counter(
     "forge_trainer_weight_files_total",
-    "Versions put into shared memory or the shared directory for workers, and those without room.",
+    "Versions stored for workers, by way (memory, directory) and outcome: written, failed.",
     ["way", "outcome"],
 )
 _CAPTURE_S = gauge("forge_trainer_checkpoint_capture_seconds", "Time to copy a checkpoint's state.")
-_LOST_S = counter("forge_trainer_lost_seconds_total", "Time of rewinds, resumes, skipped batches.")
+_LOST_S = counter(
+    "forge_trainer_lost_seconds_total", "Time lost by rewinds, resumes and skipped batches."
+)
 _RUN_S = gauge("forge_trainer_run_seconds", "Time of the run, without intended stops.")
 _GAUGES = {
     name: gauge(f"forge_trainer_{name}", help)
@@ -156,27 +162,30 @@ _GAUGES = {
         ("teacher_kl", "Mean of log pi - log pi_teacher per token, an estimate of their KL."),
         ("behavior_kl", "Mean k3 estimate of KL(behavior || policy) per token."),
         ("inference_gap_mean", "Mean |log pi - log pi_behavior| over tokens of least staleness."),
-        ("inference_gap_staleness", "Staleness of these tokens."),
+        (
+            "inference_gap_staleness",
+            "Least staleness of the trained tokens: see inference_gap_mean.",
+        ),
         ("grad_norm", "Gradient norm before clipping."),
         ("staleness_mean", "Mean number of weight versions between sampling and training."),
         ("staleness_max", "Largest number of weight versions between sampling and training."),
         ("logprob_gap_mean", "Mean |log pi - log pi_behavior|."),
         ("logprob_gap_p99", "99th percentile of |log pi - log pi_behavior|."),
         ("sample_tokens", "Tokens of all samples of the newest batch."),
-        ("tree_tokens", "Tokens of the prefix trees of the newest batch, which were computed."),
+        ("tree_tokens", "Tokens computed in the newest batch: those of its prefix trees."),
         ("merge_ratio", "Tokens of all samples over tokens of the prefix trees."),
         ("token_budget", "Most tokens in one forward pass; lowered when memory runs out."),
         ("value_loss", "Half the mean squared error of the critic's values."),
-        ("value_explained_variance", "Share of the targets' variance that values explain."),
-        ("rank_imbalance", "Waiting of data groups for each other, over their computing."),
+        ("value_explained_variance", "Share of the targets' variance that the critic explains."),
+        ("rank_imbalance", "Time that data groups wait for each other, over their computing time."),
         ("replayed_tokens", "Computed tokens whose recorded experts were replayed."),
         ("unreplayed_tokens", "Computed tokens without recorded experts, with routing_replay."),
-        ("replay_changed_share", "Replayed tokens for which the model would choose otherwise."),
-        ("replay_compared_tokens", "Trained tokens that were computed without replay, too."),
-        ("replay_gap_mean", "Mean |log pi - log pi_behavior| over these, with replay."),
-        ("replay_free_gap_mean", "The same by the model's own choice of experts."),
+        ("replay_changed_share", "Share of replayed tokens for which the model chose otherwise."),
+        ("replay_compared_tokens", "Trained tokens computed with and without replay."),
+        ("replay_gap_mean", "Mean |log pi - log pi_behavior| of compared tokens, with replay."),
+        ("replay_free_gap_mean", "Mean |log pi - log pi_behavior| of them, without replay."),
         ("replay_unfit_records", "Records of experts that do not fit the model."),
-        ("replay_split_nodes", "Nodes split since the recorded experts of their samples differ."),
+        ("replay_split_nodes", "Tree nodes split because the recorded experts of samples differ."),
         ("balance_loss", "Load-balance loss of the experts."),
         ("mtp_loss", "Mean loss of the draft heads."),
         ("updates", "Updates of the weights by the newest step."),
@@ -187,7 +196,7 @@ _GAUGES = {
     )
 }
 _ACCEPTANCE = gauge(
-    "forge_trainer_mtp_acceptance", "Share of drafts that would be accepted.", ["head"]
+    "forge_trainer_mtp_acceptance", "Share of drafts that decode would accept.", ["head"]
 )
 _REWARD = gauge("forge_trainer_reward", "Mean outcome reward of the newest batch.", ["domain"])
 _COMPONENT = gauge(
@@ -214,16 +223,23 @@ _DOMAIN_GAUGES = {
 _ENGINE_GAUGES = {
     name: gauge(f"forge_trainer_engine_{name}", help, ["engine"])
     for name, help in (
-        ("mean_reward", "Mean outcome reward of the newest batch's trajectories of one engine."),
-        ("trajectories", "Trajectories of the newest batch that one engine sampled alone."),
+        ("mean_reward", "Mean outcome reward of the trajectories that the engine sampled alone."),
+        ("trajectories", "Trajectories of the newest batch that the engine sampled alone."),
         ("trained_tokens", "Trained tokens of the newest step that the engine sampled."),
         ("logprob_gap_mean", "Mean |log pi - log pi_behavior| over the engine's tokens."),
-        ("inference_gap_mean", "The same over its tokens of least staleness."),
-        ("inference_gap_staleness", "Staleness of these tokens."),
+        (
+            "inference_gap_mean",
+            "Mean |log pi - log pi_behavior| over the engine's tokens of least staleness.",
+        ),
+        ("inference_gap_staleness", "Least staleness of the engine's tokens."),
         ("staleness_mean", "Mean number of weight versions between sampling and training."),
     )
 }
-_EVALUATIONS = counter("forge_trainer_evaluations_total", "Due evaluations.", ["result"])
+_EVALUATIONS = counter(
+    "forge_trainer_evaluations_total",
+    "Due evaluations, by result: done, skipped, refused.",
+    ["result"],
+)
 _EVALUATING = gauge("forge_trainer_evaluating", "1 while an evaluation is in flight.")
 _EVALUATION_GAUGES = {
     name: gauge(f"forge_trainer_evaluation_{name}", help)
@@ -232,8 +248,8 @@ _EVALUATION_GAUGES = {
         ("min_weight_version", "Oldest weight version that sampled in the newest evaluation."),
         ("max_weight_version", "Newest weight version that sampled in the newest evaluation."),
         ("mean_reward", "Mean outcome reward of the newest evaluation."),
-        ("mean_reward_low", "Lower end of its 95 % confidence interval."),
-        ("mean_reward_high", "Upper end of its 95 % confidence interval."),
+        ("mean_reward_low", "Lower end of the 95 % confidence interval of mean_reward."),
+        ("mean_reward_high", "Upper end of the 95 % confidence interval of mean_reward."),
         ("rollouts", "Rollouts of the newest evaluation."),
         ("failed", "Failed rollouts of the newest evaluation."),
     )
@@ -242,8 +258,8 @@ _EVALUATION_DOMAIN_GAUGES = {
     name: gauge(f"forge_trainer_evaluation_domain_{name}", help, ["domain"])
     for name, help in (
         ("mean_reward", "Mean outcome reward in the newest evaluation."),
-        ("mean_reward_low", "Lower end of its 95 % confidence interval."),
-        ("mean_reward_high", "Upper end of its 95 % confidence interval."),
+        ("mean_reward_low", "Lower end of the 95 % confidence interval of mean_reward."),
+        ("mean_reward_high", "Upper end of the 95 % confidence interval of mean_reward."),
         ("solved_share", "Share of rollouts in the newest evaluation with outcome 1."),
         ("length_tokens", "Mean sampled tokens per rollout in the newest evaluation."),
         ("failed", "Failed rollouts in the newest evaluation."),

@@ -55,7 +55,8 @@ SIGNALLED: Final = 128
 """bubblewrap's exit code for a process ended by a signal, less the signal's number."""
 
 _CALLS = histogram(
-    "forge_runner_reward_seconds", "Time of one call of a reward function, including the wait."
+    "forge_runner_reward_seconds",
+    "Time of one call of a reward function, with the wait for a free process.",
 )
 _FAILURES = counter(
     "forge_runner_reward_failures_total", "Failed calls of reward functions.", ["cause"]

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 Stub = TypeVar("Stub")
 
-_RETRIES = counter("forge_rpc_retries_total", "Calls made again, by kind called.", ["kind"])
+_RETRIES = counter(
+    "forge_rpc_retries_total", "Calls retried, by kind of the called service.", ["kind"]
+)
 
 
 class Remote(Generic[Stub]):

@@ -2,9 +2,9 @@
 
 from forge.runtime.telemetry import counter
 
-EXPORTED = counter("forge_tracing_spans_exported_total", "Spans that the collector has taken.")
+EXPORTED = counter("forge_tracing_spans_exported_total", "Spans that the collector accepted.")
 DROPPED = counter(
     "forge_tracing_spans_dropped_total",
-    "Spans that are lost: the queue was full, or the collector did not take them.",
+    "Lost spans, by reason: queue_full, or collector (it did not accept them).",
     ["reason"],
 )

@@ -156,7 +156,7 @@ class Aggregated(Served):
         if held is not None:
             held.expiry.cancel()
         began_s = time.monotonic()
-        pieces = self._read_anew(prompt, first) if held is None else held.pieces
+        pieces = self._read_again(prompt, first) if held is None else held.pieces
         unsent = Tokens() if held is None else held.rest.tokens
         finish = None if held is None else held.rest.finish
         async with aclosing(pieces):
@@ -168,7 +168,7 @@ class Aggregated(Served):
                 finish, unsent = piece.finish, joined(unsent, piece.tokens)
             yield Piece(tokens=unsent, finish=finish, decode_s=time.monotonic() - began_s)
 
-    def _read_anew(self, prompt: Prompt, first: Tokens) -> AsyncGenerator[Piece, None]:
+    def _read_again(self, prompt: Prompt, first: Tokens) -> AsyncGenerator[Piece, None]:
         """Sample behind `first` in a new stream. Raises RefusedHandOff where the engine cannot
         continue such an answer."""
         rest = continued(prompt, first)

@@ -29,14 +29,14 @@ class EngineOptions:
     """Model, device and limits of one engine, from the settings of the worker."""
 
     model_path: str
-    """Folder with the model's config.json."""
+    """Directory with the model's config.json."""
     dtype: str = "auto"
     device: str = "cpu"
     context_tokens: int = 0
     """Prompt and answer together; 0: the model's own limit."""
     threads: int = 1
     block_tokens: int = 16
-    """Prefixes are cached in blocks of this many tokens."""
+    """Tokens of one block of the prefix cache."""
     cache_bytes: int = 512 << 20
     """Memory for the prefix cache."""
     kv_bytes: int = 2 << 30
@@ -48,12 +48,12 @@ class EngineOptions:
     kv_store: KvStoreOptions | None = None
     """None: keys and values stay in this worker."""
     recompute_on_update: bool = False
-    """A swap of weights ends running answers, which the router then has read again by the new
-    weights; otherwise they keep their keys and values."""
+    """A swap of weights ends running answers, and the router continues them with prompt and tokens
+    computed again by the new weights; otherwise they keep their keys and values."""
     draft_tokens: int = 0
     """Most tokens that draft heads draft for one step; 0: no drafts."""
     adaptive_drafts: bool = True
-    """Draft as many as pay by the measured speed, else always `draft_tokens`."""
+    """Choose the number of drafts by measured speed; otherwise always `draft_tokens`."""
     request_timeout_s: float
     """Deadline of one message to the engine."""
     settings: object = None

@@ -6,17 +6,19 @@ from forge.runtime.telemetry import counter, gauge
 
 SAMPLED_TOKENS = counter("forge_inference_sampled_tokens_total", "Tokens sampled for callers.")
 MOVED_REQUESTS = counter(
-    "forge_inference_requests_moved_total", "Attempts that failed on a worker; the request moved."
+    "forge_inference_requests_moved_total",
+    "Attempts that failed on a worker; the router then placed the request again.",
 )
 STARTED_OVER = counter(
     "forge_inference_requests_started_over_total",
-    "Answers that no available engine could continue as they began, by what changed: draws, shares "
-    "or model (the tokens so far became the prompt), grammar or penalties (sampled anew).",
+    "Answers that no available engine could resume unchanged, by reason: draws, shares or model "
+    "(the tokens so far became part of the prompt), grammar or penalties (sampled again from the "
+    "first token).",
     ["reason"],
 )
 ENGINE_REQUESTS = counter(
     "forge_inference_engine_requests_total",
-    "Prompts placed, by engine of the worker that reads them.",
+    "Prompts placed, by engine of the worker that computes them.",
     ["engine"],
 )
 OLDER_WEIGHTS = counter(
@@ -27,21 +29,21 @@ OLDER_WEIGHTS = counter(
 EARLY_DECODES = counter(
     "forge_inference_early_decodes_total",
     "Decodes that began with the prefill of their prompt, by outcome: used, dropped (the caller "
-    "left, the prefill failed or ended the answer, or swapped before) or failed (the attempt went "
-    "on without it).",
+    "left, the prefill failed or ended the answer, or swapped before) or failed (the attempt "
+    "continued without it).",
     ["outcome"],
 )
 QUEUED_REQUESTS = gauge("forge_inference_queued_requests", "Requests waiting in the router.")
 STREAM_CALLS = counter(
-    "forge_inference_stream_calls_total", "Samples on kept streams, by status code.", ["code"]
+    "forge_inference_stream_calls_total", "Sample calls on SampleStream, by status code.", ["code"]
 )
 CACHE_RESYNCS = counter(
     "forge_inference_cache_resyncs_total",
-    "Streams of workers' prefix caches that were lost or had a gap, and were opened again.",
+    "Streams of cache events that the router opened again after a loss or a gap.",
 )
 PLACED_PREFILLS = counter(
     "forge_inference_placed_prefills_total",
-    "Prompts by the place of their prefill: local (where they are sampled), prefill (a prefill "
-    "worker that hands over).",
+    "Prompts by the place of their prefill: local (the worker that samples), prefill (a prefill "
+    "worker, with a hand-off).",
     ["place"],
 )

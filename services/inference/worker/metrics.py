@@ -6,52 +6,55 @@ from forge.runtime.telemetry import counter, gauge
 
 HAND_OFFS = counter(
     "forge_inference_hand_offs_total",
-    "Prompts whose keys and values decode has fetched from another worker, by way: early (while "
-    "they were computed) or whole (afterwards).",
+    "Prompts whose keys and values decode fetched from another worker, by way: early (while "
+    "prefill computed them) or whole (afterwards).",
     ["way"],
 )
 STREAM_CALLS = counter(
     "forge_inference_worker_calls_total",
-    "Prefills and decodes of routers on kept streams, by status code.",
+    "Prefill and decode calls on the streams of routers, by status code.",
     ["code"],
 )
 LANDING_BYTES = gauge(
     "forge_inference_landing_bytes",
-    "Memory of prompts that arrive while they are computed.",
+    "Memory of the early hand-offs that are arriving.",
 )
 WEIGHT_VERSION = gauge("forge_inference_weight_version", "Version of the weights in service.")
 ANNOUNCED_VERSION = gauge(
     "forge_inference_weight_announced_version",
-    "Version of the weights that this worker is to serve: the newest announced, or a held one.",
+    "Version of the weights that this worker should serve: the newest announced, or a held one.",
 )
 FETCH_FAILURES = counter(
-    "forge_inference_weight_fetch_failures_total", "Versions that no source could deliver."
+    "forge_inference_weight_fetch_failures_total",
+    "Fetches of a weight version that failed at all sources; the worker retries.",
 )
 REFUSED_VERSIONS = counter(
     "forge_inference_weights_refused_total",
-    "Complete versions that the engine refused, because they compute no numbers or other ones; the "
-    "version before stays in service.",
+    "Complete versions that the engine refused, because their outputs are not finite or differ "
+    "from the trainer's; the version before stays in service.",
 )
 SOURCES_GIVEN_UP = counter(
-    "forge_inference_weight_sources_given_up_total", "Sources that failed or sent nothing."
+    "forge_inference_weight_sources_given_up_total",
+    "Sources of weights that failed or sent nothing; the worker tries the next one.",
 )
 INTERRUPTED_FETCHES = counter(
     "forge_inference_weight_fetches_interrupted_total",
-    "Fetches that gave way to a newer version.",
+    "Fetches of weights that the worker ended for a newer version.",
 )
 WIRE_BYTES = counter(
     "forge_inference_weight_wire_bytes_total",
-    "Data of tensors received for complete versions, deltas as such.",
+    "Bytes of tensors received for complete versions; a delta counts with its own size.",
 )
 VERSIONS = counter(
     "forge_inference_weight_versions_total",
-    "Complete versions by the way that they came: grpc, memory (shared by the processes of a host) "
-    "or directory.",
+    "Complete versions received, by way: grpc, memory (shared by the processes of a host) or "
+    "directory.",
     ["way"],
 )
 WEIGHT_FILES_REFUSED = counter(
     "forge_inference_weight_files_refused_total",
-    "Announced files that were missing, damaged or not this user's; their version came by gRPC.",
+    "Announced weight files that were missing, damaged or another user's; the worker then fetched "
+    "the version over gRPC.",
     ["way"],
 )
 BROKEN_ANSWERS = counter(
@@ -60,5 +63,5 @@ BROKEN_ANSWERS = counter(
 )
 REFUSED_DELTAS = counter(
     "forge_inference_weight_deltas_refused_total",
-    "Damaged deltas; the rest of their version was fetched whole.",
+    "Damaged deltas; the worker then fetched the rest of the version without deltas.",
 )

@@ -35,7 +35,7 @@ export function show(root, context) {
   charts.staleness = new Chart("Staleness, in steps", [{ label: "max", color: "--c7", width: 1.25 }, { label: "mean", color: "--c3" }]);
   charts.entropy = new Chart("Entropy, in nats", [{ label: "entropy", color: "--c5" }]);
   charts.gap = new Chart("Log-prob gap", [{ label: "99th percentile", color: "--c7", width: 1.25 }, { label: "mean", color: "--c1" }, { label: "at least staleness", color: "--c4" }]);
-  charts.merge = new Chart("Merge factor", [{ label: "merge factor", color: "--c0" }]);
+  charts.merge = new Chart("Merge ratio", [{ label: "merge ratio", color: "--c0" }]);
   charts.time = new Chart("Time of a step, in seconds", [{ label: "train", color: "--c2" }, { label: "wait for a batch", color: "--c1" }, { label: "publish", color: "--c7", width: 1.25 }]);
   charts.yield = new Chart("Yield J", [{ label: "J", color: "--accent" }]);
 

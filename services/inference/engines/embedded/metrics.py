@@ -11,7 +11,7 @@ DRAFTED = counter(
 )
 ACCEPTED = counter(
     "forge_inference_accepted_drafts_total",
-    "Drafts that were sampled, by head from 1; the drafts before them were, too.",
+    "Drafts that decode accepted, by head from 1; it accepted the drafts before them, too.",
     ["head"],
 )
 DRAFT_DEPTH = gauge(
@@ -20,14 +20,13 @@ DRAFT_DEPTH = gauge(
 )
 DRAFT_GAIN = gauge(
     "forge_inference_draft_gain",
-    "Estimated tokens per second with drafts over those without, at the present load.",
+    "Estimated rate of sampling with drafts over the rate without, at the present load.",
 )
 CACHED_STATES = gauge(
     "forge_inference_cached_states",
-    "States of recurrent layers in the prefix cache.",
+    "Recurrent states in the prefix cache.",
 )
 EVICTED_STATES = counter(
     "forge_inference_evicted_states_total",
-    "States of recurrent layers that left the prefix cache for others; their tokens are computed "
-    "again.",
+    "Recurrent states evicted from the prefix cache; a later prompt computes their tokens again.",
 )

@@ -6,11 +6,11 @@ from forge.runtime.telemetry import counter, gauge
 
 BLOCKS = counter(
     "forge_inference_kv_store_blocks_total",
-    "Blocks of the KV store, by outcome: host, disk and missing of reads; written, dropped (the "
-    "queue of writes is full), failed and evicted of writes; foreign, truncated and corrupt of bad "
-    "ones.",
+    "Blocks of the KV store, by outcome. Found: host, disk; not found: missing; stored: written; "
+    "not stored: dropped (the queue of writes is full); removed: evicted; an error of the file "
+    "system: failed; refused files: foreign, truncated, corrupt.",
     ["outcome"],
 )
 STORE_BYTES = gauge(
-    "forge_inference_kv_store_bytes", "Size of the store's directory at its last reading."
+    "forge_inference_kv_store_bytes", "Size of the store's directory when it was last measured."
 )

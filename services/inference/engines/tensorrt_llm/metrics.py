@@ -10,17 +10,17 @@ RESTARTS = counter(
 )
 CONTINUED = counter(
     "forge_inference_tensorrt_llm_continued_requests_total",
-    "Requests that were read again from their tokens so far, by reason: update (the weights "
-    "changed), version (the hand-off is of other weights), kind (it is of another engine), lost "
-    "(its keys and values did not arrive).",
+    "Requests whose prompt and tokens so far were computed again, by reason: update (the weights "
+    "changed), version (the hand-off has another version), kind (the hand-off is of another "
+    "engine), lost (its keys and values did not arrive).",
     ["reason"],
 )
 CACHE_GAPS = counter(
     "forge_inference_tensorrt_llm_cache_gaps_total",
-    "Gaps in the library's cache events; all cached blocks are then reported again.",
+    "Gaps in the library's cache events. After a gap the worker reports all cached blocks again.",
 )
 STATISTIC = gauge(
     "forge_inference_tensorrt_llm_statistic",
-    "Numbers of the library's iteration statistics, by its own name for each.",
+    "Values of the library's iteration statistics, by the library's names.",
     ["name"],
 )

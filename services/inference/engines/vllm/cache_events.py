@@ -162,7 +162,7 @@ class CacheFollower:
     async def _ask_again(self, number: int) -> None:
         """Have vLLM send all batches from the expected one on; after it, `number` is expected or
         known."""
-        log.warning("vllm_cache_events_lost", expected=self._expected, came=number)
+        log.warning("vllm_cache_events_lost", expected=self._expected, received=number)
         try:
             async with asyncio.timeout(_REPLAY_S):
                 await self._replay()

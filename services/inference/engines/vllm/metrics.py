@@ -6,7 +6,7 @@ from forge.runtime.telemetry import counter
 
 CACHE_GAPS = counter(
     "forge_inference_vllm_cache_gaps_total",
-    "Gaps in vLLM's cache events, by outcome: replayed (vLLM sent them again), or lost (what is "
-    "cached is reported again).",
+    "Gaps in vLLM's cache events, by outcome: replayed (vLLM sent the events again), or lost (the "
+    "worker reports its cached blocks again).",
     ["outcome"],
 )
