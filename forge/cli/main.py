@@ -83,7 +83,7 @@ def run(options: RunOptions) -> None:
 def up(options: RunOptions) -> None:
     """Start every service and keep them running until Ctrl-C.
 
-    For your tasks and agents: submit with the client SDK, point agents at the gateway.
+    Then submit your tasks with the client SDK, and point your agents at the gateway.
     """
     from forge.cli.local_run.training_run import serve
 
@@ -99,7 +99,7 @@ def status(
 ) -> None:
     """Show the state of a running stack: services, queue, training, and a remedy for each problem.
 
-    With --json one object with the keys cluster, services, missing, problems, errors, scheduler,
+    --json prints one object with the keys cluster, services, missing, problems, errors, scheduler,
     inference and trainer; the last three have the fields of the services' status responses.
     """
     from forge.cli.status.command import show_status
@@ -116,7 +116,7 @@ def top(
     at: Connection,
     every: Annotated[str, typer.Option(help="Time between two readings, e.g. 5s.")] = "2s",
 ) -> None:
-    """Watch a running stack: queue and window, reward, throughput, staleness, services. q leaves.
+    """Watch a running stack: queue and window, reward, throughput, staleness, services. q quits.
 
     Without a terminal it prints one snapshot.
     """
@@ -137,7 +137,7 @@ def console(
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Model directory, for the texts of tokens. Default: the run's.")
+        str, typer.Option(help="Model directory, to show tokens as text. Default: the run's.")
     ] = "",
     compare: Annotated[
         list[Path] | None,
@@ -146,8 +146,8 @@ def console(
 ) -> None:
     """Serve the web console: curves, the window, trajectories, weights, services.
 
-    On loopback it needs no login and changes nothing; beyond it readers log in with a token of
-    [bold]forge token issue[/bold], and operators can steer.
+    On loopback it needs no login and changes nothing. Beyond loopback readers log in with a token
+    of [bold]forge token issue[/bold], and operators can make changes.
     """
     from forge.cli.local_run.web_console import serve_console
 
@@ -210,7 +210,7 @@ def doctor(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="A model directory: check its chat template; with --engine the checks that need "
+            help="Model directory: check its chat template; with --engine run the checks that need "
             "a GPU."
         ),
     ] = None,
@@ -224,9 +224,9 @@ def doctor(
 ) -> None:
     """Check this machine: Python, packages, torch, GPUs, etcd, disk, memory, open files, sandbox.
 
-    With --settings also the services of this host, with --etcd or --run-dir also etcd and the
-    clocks of that system's hosts. Each line has one check and, for a problem, its remedy; the exit
-    code is then 1.
+    With --settings it also checks the services of this host, with --etcd or --run-dir also etcd and
+    the clocks of that system's hosts. Each line is one check, with the remedy of a problem; the
+    exit code is 1 after a problem.
     """
     if engine:
         from forge.cli.doctor.engine_doctor import examine_engine
@@ -256,9 +256,9 @@ def support_bundle(
         Path | None, typer.Option(help="New archive. Default: forge-support-<time>.tar.gz here.")
     ] = None,
 ) -> None:
-    """Collect an archive for the report of a fault, without secrets and texts of agents.
+    """Collect an archive for a fault report, without secrets and without texts of agents.
 
-    Versions, settings, status, counts of queue and pool, metrics, the findings of
+    It has versions, settings, status, counts of queue and pool, metrics, the findings of
     [bold]forge doctor[/bold], and the last lines of each log: of a run's directory, or of the
     systemd journal. Services may be down; MANIFEST.txt names missing parts.
     """
@@ -283,7 +283,7 @@ def model_init(
     seed: Seed = 0,
     root: Root = Path(".forge"),
 ) -> None:
-    """Make the tiny model's starting weights by a short supervised warm start (about a minute)."""
+    """Make the tiny model's starting weights by a supervised warm start (about a minute)."""
     if name != "tiny":
         raise InvalidArgument(f"only tiny is made here; `forge model fetch {name}` gets others")
     _model(name, seed, root)
@@ -307,7 +307,7 @@ def model_fetch(
     },
 )
 def model_warm_start(context: typer.Context) -> None:
-    """Teach a model from conversations before it is trained by reward. See --help."""
+    """Train a model on conversations, before training by reward. See --help."""
     require_extra("trainer")
     os.execv(
         sys.executable,
@@ -334,7 +334,7 @@ def model_export(
     source: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
     out: Annotated[Path, typer.Option(help="New directory for the model.")],
 ) -> None:
-    """Copy the kept model of a run: the published weights, without the state of training.
+    """Copy the model of a run: its last published weights, without the state of training.
 
     transformers and other engines load the directory; adapters are merged into the weights.
     """

@@ -74,7 +74,7 @@ class SystemOptions:
         str,
         typer.Option(
             envvar="FORGE_TOKEN_FILE",
-            help="File with an issued token, in place of the key; or FORGE_TOKEN.",
+            help="File with an issued token, instead of the key; or FORGE_TOKEN.",
         ),
     ] = ""
     tls_ca: Annotated[

@@ -1,4 +1,4 @@
-"""`forge weights`: which versions there are, which worker serves which, and the hold.
+"""`forge weights`: published versions, the version of each worker, and the hold.
 
 Owns the arguments and the output; the trainer owns the effect.
 """
@@ -31,7 +31,9 @@ _POLL_S = 0.5
 _INTERRUPTED = "Interrupted. The hold stays as it is: forge weights list shows it."
 _DIGEST_CHARS = 12
 
-Version = Annotated[int | None, typer.Argument(min=1, metavar="[VERSION]")]
+Version = Annotated[
+    int | None, typer.Argument(min=1, metavar="[VERSION]", help="Weight version to serve.")
+]
 Wait = Annotated[
     float,
     typer.Option(
@@ -43,7 +45,7 @@ Wait = Annotated[
 @weights_app.command("list")
 @with_options
 def list_weights(at: Connection, json: Json = False) -> None:
-    """Show the versions that the trainer holds, which worker serves which, and the hold."""
+    """Show the versions that the trainer holds, the version of each worker, and the hold."""
 
     async def show() -> None:
         async with _steering(at) as steering:

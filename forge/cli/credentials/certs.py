@@ -41,7 +41,8 @@ def issue(
     ca: Annotated[Path, typer.Option(help="Directory of `forge certs init`.")],
     days: Annotated[int, typer.Option(min=1, max=_MAX_DAYS, help="Lifetime.")] = 365,
     common_name: Annotated[
-        str, typer.Option(help="Subject; etcd's user, if it has such. Default: the first name.")
+        str,
+        typer.Option(help="Subject; must not name a user in etcd. Default: the first name."),
     ] = "",
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace the files in --out; they keep their owner.")

@@ -52,8 +52,8 @@ def apply(
         list[str] | None,
         typer.Option(
             metavar="HOST",
-            help="Host whose runners get a user of their own, CLUSTER.runner@HOST, that writes no "
-            "other runner's entry; may be repeated.",
+            help="Host whose runners get a separate user, CLUSTER.runner@HOST, that cannot write "
+            "entries of other runners; may be repeated.",
         ),
     ] = None,
     tls_ca: Annotated[
@@ -65,9 +65,9 @@ def apply(
 ) -> None:
     """Make the users and roles of a cluster, then enable authentication.
 
-    Repeat it after an upgrade: it prints and applies what differs. The directory gets the password
-    of etcd's root, and for each service the file forge-<service>: its etcd_password_file. A new
-    password replaces a file's content, and is in force after the next [bold]apply[/bold].
+    Repeat it after an upgrade: it prints and applies the differences. The directory gets the
+    password of etcd's root, and for each service the file forge-<service>: its etcd_password_file.
+    A new password replaces a file's content, and is in force after the next [bold]apply[/bold].
     """
     from forge.runtime.coordination.etcd_users import apply_roles
     from forge.runtime.security.tls import Tls

@@ -38,7 +38,7 @@ def issue(
     ] = "",
     renewable: Annotated[
         str,
-        typer.Option(help="Time in which a runner renews it: 90d, 0s. Default: runner 366d."),
+        typer.Option(help="Time in which a runner may renew it: 90d, 0s. Default: runner 366d."),
     ] = "",
     audience: Annotated[
         list[str] | None,
@@ -46,7 +46,7 @@ def issue(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New file for it. Default: stdout.")] = None,
 ) -> None:
-    """Issue a token. Its holder needs it in --token-file or FORGE_TOKEN, and no key."""
+    """Issue a token. Its holder sets it by --token-file or FORGE_TOKEN, and needs no key."""
     from forge.runtime.security.issued_tokens import ROLES, claims_for
     from forge.runtime.security.issued_tokens import issue as issue_token
 

@@ -60,9 +60,9 @@ def render(
 ) -> None:
     """Make units, settings, certificates, passwords and tokens of every host.
 
-    Repeat it after a change of the inventory, after an upgrade of Forge, and once a month: what is
-    sound stays, certificates that expire soon are replaced. --out has the key of the CA and of the
-    cluster; keep it on one trusted computer.
+    Repeat it after a change of the inventory, after an upgrade of Forge, and once a month: it
+    replaces certificates that expire soon, and keeps the rest. --out has the keys of the CA and of
+    the cluster: keep it on one trusted computer.
     """
     from importlib import metadata
 
@@ -110,12 +110,12 @@ def apply(
         typer.Option(metavar="HOST", help="Replace etcd's member of a host that lost its disk."),
     ] = None,
 ) -> None:
-    """Bring every host to its rendered files, from the computer that rendered them.
+    """Install the rendered files on every host, from the computer that rendered them.
 
-    Copies and installs them, starts etcd, applies its users and roles, records the tokens, lets new
-    members of etcd join, starts what does not run, and restarts one after another what runs since
-    before a change. Reaches hosts as root by ssh. Repeat it at any time: without a change it
-    changes nothing.
+    Copies and installs the files, starts etcd, applies its users and roles, records the tokens,
+    joins new members of etcd, and starts instances that do not run. Restarts instances that run
+    with older files, one after another. Reaches hosts as root by ssh. Repeat it at any time:
+    without a change it changes nothing.
     """
     from forge.cli.deploy.cluster.apply import apply as bring
 
@@ -138,9 +138,10 @@ def upgrade(
 ) -> None:
     """Roll the rendered release through the cluster, one instance after another.
 
-    Each is drained, restarted with the new release and checked before the next one. The first
-    failure rolls everything back to the release of before, with exit code 1. After an interruption
-    the same command continues. Install the release on every host, and render with it, first.
+    Install the release on every host, and render with it, first. The command drains each instance,
+    restarts it with the new release and checks it before the next one. The first failure rolls all
+    instances back to the previous release, with exit code 1. After an interruption the same command
+    continues.
     """
     from forge.cli.deploy.cluster.upgrade import Upgrade
 
@@ -173,15 +174,15 @@ def upgrade(
 @deploy_app.command()
 def install(
     rollback: Annotated[
-        str, typer.Option(metavar="RELEASE", help="Leave this release; restore what was before.")
+        str, typer.Option(metavar="RELEASE", help="Replace this release by the previous one.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """On a host: install its rendered files, those of /etc/forge/deploy.new or the present ones.
+    """On a host: install its rendered files, from /etc/forge/deploy.new or else the present ones.
 
-    Writes files, users, the link of the release, and enables the units. Starts and restarts
-    nothing; it prints what to start and restart. Stops units that left the inventory, except pools
-    and etcd. Repeat it at any time.
+    Writes files, users and the link of the release, and enables the units. Starts and restarts
+    nothing: it prints the units to start and to restart. Stops units that left the inventory,
+    except pools and etcd. Repeat it at any time.
     """
     import json
     import sys
@@ -211,16 +212,16 @@ def check(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Rendered files of this host; default: those installed last."),
+        typer.Option(help="Rendered files of this host. Default: those installed last."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare this host, or with --out all hosts, with the rendered files.
 
-    Files, owners and modes, users, units, release, ports, model, certificates, and etcd and the
-    clocks of the cluster; each difference has its remedy. With --out it reaches the hosts by ssh,
-    and names those that gave no answer or lack the last render. The exit code is 1 if something
-    differs. It changes nothing, and may run beside an upgrade.
+    Compares files, owners and modes, users, units, release, ports, model, certificates, etcd and
+    the clocks of the cluster; prints a remedy for each difference. With --out it reaches the hosts
+    by ssh, and names those that did not answer or lack the last render. The exit code is 1 after a
+    difference. It changes nothing, and may run beside an upgrade.
     """
     from forge.cli.deploy.host.host import DEPLOYED
 
@@ -290,16 +291,16 @@ def _check_all(out: Path, as_json: bool) -> bool:
 @deploy_app.command("prepare-etcd")
 def prepare_etcd(
     new: Annotated[
-        bool, typer.Option("--new", help="It makes a new cluster, with all members at once.")
+        bool, typer.Option("--new", help="The member starts a new cluster, with all others.")
     ] = False,
     join: Annotated[
-        str, typer.Option(metavar="NAME=URL,...", help="It joins a cluster; these are its members.")
+        str, typer.Option(metavar="NAME=URL,...", help="Members of the cluster that it joins.")
     ] = "",
-    finish: Annotated[bool, typer.Option("--finish", help="It has data: end this.")] = False,
+    finish: Annotated[bool, typer.Option("--finish", help="End it: the member has data.")] = False,
 ) -> None:
     """On a host: prepare the first start of its member of etcd.
 
-    `apply` runs it. Otherwise a member without data starts no cluster and joins none.
+    `apply` runs it. Without it a member that has no data starts no cluster and joins none.
     """
     from forge.cli.deploy.host import etcd_start
 
@@ -332,7 +333,7 @@ def drain(
     wait: Annotated[str, typer.Option(help="Longest wait for its work in flight.")] = "0s",
     resume: Annotated[bool, typer.Option("--resume", help="End the drain.")] = False,
 ) -> None:
-    """On a host with the key: give a worker no request, or a runner no rollout, until it restarts.
+    """On a host with the key: send a worker no request, or a runner no rollout, until it restarts.
 
     Prints how many requests or rollouts still run after the wait.
     """

@@ -12,7 +12,7 @@ from forge.cli.local_run.models.run_models import RunModels
 from forge.cli.local_run.presets import CPU, EMBEDDED, Settings, parse_overrides
 
 Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar="FORGE_ROOT")]
-Seed = Annotated[int, typer.Option(min=0, help="Seeds the weights, the tasks and the order.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of weights, tasks and their order.")]
 OF_CAMPAIGN = ("steps", "eval_tasks", "eval_every_steps")
 """Options of a run that a stack without a campaign lacks."""
 
@@ -32,7 +32,7 @@ class RunOptions:
         int | None,
         typer.Option(
             min=0,
-            help="Seeds the weights, the tasks and the order.",
+            help="Seed of weights, tasks and their order.",
             show_default="that of --run-dir, or 0",
         ),
     ] = None
@@ -57,7 +57,7 @@ class RunOptions:
         int | None,
         typer.Option(
             min=1,
-            help="Gateway processes, each of one core. Default: one for 8 cores, at most 4.",
+            help="Gateway processes, each of one core. Default: one per 8 cores, at most 4.",
         ),
     ] = None
     device: Annotated[
@@ -81,15 +81,15 @@ class RunOptions:
     models: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file with tables [models.NAME]: models beside the policy, which the run "
-            "serves too (docs/models.md)."
+            help="TOML file with tables [models.NAME]: other models than the policy, which the run "
+            "also serves (docs/models.md)."
         ),
     ] = None
     engine: Annotated[
         str,
         typer.Option(
-            help="Engine of the worker: embedded, vllm, or one of a package. Others than "
-            "embedded get one worker of the role both (docs/engines.md)."
+            help="Engine of inference: embedded, vllm, or one of an installed package. Any other "
+            "than embedded runs as one worker of the role both (docs/engines.md)."
         ),
     ] = EMBEDDED
     engine_python: Annotated[

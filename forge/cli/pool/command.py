@@ -55,10 +55,10 @@ def check(
 
     Turns must form a tree, seals match their turns, queue entries have their groups. Each damaged
     record is a line on stdout with its key; the exit code is then 1. Reads one snapshot, so the
-    shard may be served meanwhile; a busy shard grows during the check, so prefer a backup.
+    shard may run meanwhile; a busy shard grows during the check, so prefer a backup.
 
     With --repair the shard must be stopped. A closed trajectory gets exactly its original content,
-    or does not change; the remaining damage is printed in the same way.
+    or does not change; the command prints the remaining damage in the same way.
     """
     options = [f"--repair={repair}"] if repair else []
     if _names_replica(repair):
@@ -107,20 +107,22 @@ def backup(
 @pool_app.command("scheduled-backup")
 def scheduled_backup(
     directory: Directory,
-    folder: Annotated[Path, typer.Argument(help="Folder of the backups; made if it is missing.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Directory of the backups; made if it is missing.")
+    ],
     full_every: Annotated[
-        str, typer.Option(help="Age at which the last full backup is followed by another.")
+        str, typer.Option(help="Age of the last full backup at which a run makes another.")
     ] = "7d",
     keep: Annotated[
-        int, typer.Option(min=1, help="Full backups that are kept, with their increments.")
+        int, typer.Option(min=1, help="Full backups to keep, with their increments.")
     ] = 4,
 ) -> None:
-    """Back a shard up from a timer: full at times, an increment otherwise.
+    """Back up a shard from a timer: by full backups, and increments between them.
 
-    Each run makes one backup, FOLDER/SHARD-TIME. It is a full one when the last is old enough, has
-    64 increments, or when no increment of it is possible; it is verified, and then the oldest
-    chains are deleted. Killed at any moment, it leaves backups that restore. Exit code 1: the shard
-    is damaged, and nothing was deleted.
+    Each run makes one backup, FOLDER/SHARD-TIME. The backup is full if the last full one is old
+    enough or has 64 increments, or if no increment of it is possible. The run verifies the backup,
+    then deletes the oldest chains. Killed at any moment, it leaves backups that restore. Exit code
+    1: the shard is damaged; the run deleted nothing.
 
     [dim]forge pool scheduled-backup /var/lib/forge/pool-1 /var/backups/forge[/dim]
     """
@@ -133,14 +135,14 @@ def watermark(
     backups: Annotated[
         list[Path],
         typer.Argument(
-            help="One backup of each shard, or folders: the newest of each shard there."
+            help="One backup of each shard, or directories: the newest of each shard there."
         ),
     ],
 ) -> None:
     """Show the last step whose groups are trained in all of these backups.
 
-    A checkpoint of that step, or of an earlier one, fits the restored shards: no group is trained a
-    second time. Clocks of pool hosts may differ by 5 s.
+    A checkpoint of that step, or of an earlier one, fits the restored shards: the trainer trains no
+    group a second time. Clocks of pool hosts may differ by 5 s.
     """
     _tool("watermark", *backups)
 
@@ -165,13 +167,13 @@ def archive(
 ) -> None:
     """Copy settled groups with all their records to an archive.
 
-    Groups that are there as they are now are skipped, so the command may be killed and repeated,
-    and run from a timer. Each segment is read back before it counts. Damaged groups are named and
-    left out; the exit code is then 1. The shard may be served.
+    Skips groups that the archive already has as they are now, so the command may be killed and
+    repeated, and run from a timer. Reads each segment back before it counts. Names damaged groups
+    and leaves them out; the exit code is then 1. The shard may run meanwhile.
 
-    With --free the shard then frees the archived groups, whatever their age, unless they changed
-    meanwhile or were trained after the oldest checkpoint that is kept. Each segment is read once
-    more before. Needs the cluster's key.
+    With --free the running shard then frees the archived groups of any age, unless they changed
+    meanwhile or were trained after the oldest kept checkpoint. Reads each segment once more before.
+    Needs the cluster's key.
 
     [dim]forge pool archive /var/lib/forge/pool-0 --to s3://forge/archive --older-than 1d[/dim]
     """
@@ -182,14 +184,16 @@ def archive(
 
 @pool_app.command("restore-archive")
 def restore_archive(
-    url: Annotated[str, typer.Argument(help="The folder of one store in an archive, or above it.")],
+    url: Annotated[
+        str, typer.Argument(help="URL of the archive, or of the directory of one store in it.")
+    ],
     directory: Annotated[Path, typer.Argument(help="data_dir to make; must not exist.")],
     shard: Annotated[str, typer.Option(help="Name of the new shard.")] = "archive",
 ) -> None:
     """Make the data directory of a new shard from an archive, and verify every record of it.
 
-    Serve it in a cluster of its own: python -m services.pool --cluster archive. Its trajectories
-    can then be listed, shown and exported as those of any pool.
+    Serve it in a separate cluster: python -m services.pool --cluster archive. Then list, show and
+    export its trajectories like those of any pool.
     """
     _tool("restore-archive", directory, f"--url={url}", f"--shard={shard}")
 
@@ -201,10 +205,10 @@ def restore(
 ) -> None:
     """Make a data directory from a backup, full or incremental, and verify every record of it.
 
-    A backup of an earlier release is brought to the present schema. Overwrites nothing, and removes
+    Migrates a backup of an earlier release to the present schema. Overwrites nothing, and removes
     the copy of a damaged backup. Then start the pool with that data_dir: it takes over the shard's
-    name from the copied store, unless a live process serves that store. The copied store is refused
-    from then on.
+    name from the copied store, unless a live process serves that store. From then on the pool
+    refuses the copied store.
     """
     _tool("restore", backup, directory)
 
@@ -213,9 +217,9 @@ def restore(
 def adopt(directory: Directory) -> None:
     """Let the store in a directory take over its shard's name at its next start.
 
-    A name belongs to one store; other stores are refused. Use this for the successor of a lost
-    store, such as a manual copy or an empty directory. A store that a live process serves is not
-    replaced.
+    A name belongs to one store; the pool refuses other stores. Use this for the successor of a lost
+    store, such as a manual copy or an empty directory. It does not replace a store that a live
+    process serves.
     """
     _tool("adopt", directory)
 
@@ -262,10 +266,10 @@ def erase(
 ) -> None:
     """Erase every trajectory of tasks, in all replicas, for good.
 
-    Prompts, answers, rewards, payloads, tags and users go, also from free pages: each file is
-    rewritten. An absent replica erases when it returns; the exit code is then 1. Task ids, counts
-    and digests stay. Erase in each kept backup and archive, and delete exports yourself. Tables of
-    rollouts in Weights & Biases and Trackio are named, not erased.
+    Removes prompts, answers, rewards, payloads, tags and users, also from free pages: it rewrites
+    each file. An absent replica erases when it returns; the exit code is then 1. Task ids, counts
+    and digests stay. Repeat the command for each kept backup and archive, and delete exports
+    yourself. It names tables of rollouts in Weights & Biases and Trackio, and does not erase them.
 
     [dim]forge pool erase --user alice[/dim]
     """
@@ -296,9 +300,9 @@ def retire(
 ) -> None:
     """Move every group of a shard to the other shards, then unregister the shard.
 
-    From the start on the shard gets no new groups. Running rollouts end first. Trajectories,
-    rewards and history move, too: nothing is lost. The scheduler does the work, so this command may
-    be interrupted and repeated. At the end stop the instance; its store is refused from then on.
+    From then on the shard gets no new groups. Running rollouts end first. Trajectories, rewards and
+    history move, too: nothing is lost. The scheduler does the work, so this command may be
+    interrupted and repeated. At the end stop the instance: the pool refuses its store from then on.
 
     [dim]forge pool retire s1[/dim]
     """
@@ -319,16 +323,17 @@ def retire(
 def declare_lost(
     at: Connection,
     shard: Shard,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Declare that the store of a shard is lost for good, so that the scheduler stops waiting.
 
-    Its pending groups are tombstoned with the reason shard_lost. Its store is refused from then on,
-    even if it returns. A shard in discovery is refused: retire it. Needs an admin's token.
+    The scheduler tombstones its pending groups with the reason shard_lost. From then on the pool
+    refuses its store, even if it returns. Retire a shard that is in discovery instead. Needs an
+    admin's token.
     """
     if not yes:
         typed = typer.prompt(
-            f"The trajectories of shard {shard} are given up, and its store is refused for good. "
+            f"The trajectories of shard {shard} are lost, and the pool refuses its store for good. "
             "Type the name of the shard to continue",
             default="",
             show_default=False,

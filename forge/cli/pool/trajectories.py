@@ -30,7 +30,7 @@ def ls(
     text: Annotated[
         str,
         typer.Option(
-            help="Only with this text in a message, upper and lower case being equal. Reads the "
+            help="Only with this text in a message; upper and lower case are equal. Reads the "
             "messages of all trajectories that match the other conditions; needs an admin's token."
         ),
     ] = "",
@@ -70,17 +70,17 @@ def show(
         bool,
         typer.Option(
             "--values",
-            help="Add what the trainer stores of single tokens: for each turn its step, the "
-            "importance ratios, mean entropy and advantage, clipped tokens. With --json: all of "
-            "them.",
+            help="Add the token values that the trainer stores: for each turn its step, the "
+            "importance ratios, mean entropy and advantage, clipped tokens. With --json: the "
+            "values of every token.",
         ),
     ] = False,
     json: Json = False,
 ) -> None:
     """Show one trajectory as a tree of branches, with each turn's tokens, labels and rewards.
 
-    A branch is a line of turns that continue each other. Side calls and turns that the agent
-    excluded are marked; a domain of advantages.train_side_calls trains its side calls anyway.
+    A branch is a line of turns that continue each other. Marks side calls and turns that the agent
+    excluded; domains in advantages.train_side_calls train their side calls anyway.
 
     [dim]forge trajectories show sums-0003:1:0 --full[/dim]
     """
@@ -99,7 +99,7 @@ def tail(
     wanted: FilterOptions,
     cursor: Annotated[
         list[str] | None,
-        typer.Option(help="Continue after it; one per shard, as printed at the end of a tail."),
+        typer.Option(help="Continue after it; one per shard, as a tail prints them at its end."),
     ] = None,
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Begin with the oldest change, not with the next.")
@@ -131,9 +131,10 @@ def export(
 ) -> None:
     """Write trajectories to a file: whole, as chat messages, as preference pairs or as tokens.
 
-    Both encodings have the same rows; memory does not grow with their number. Without --state only
-    sealed trajectories are written. What is left out is counted; damaged trajectories are named on
-    stderr, and the exit code is then 1. The file gets its name when it is complete.
+    Parquet and JSON Lines have the same rows; memory does not grow with their number. Without
+    --state it writes sealed trajectories alone. It counts trajectories that it leaves out, and
+    names damaged ones on stderr; the exit code is then 1. The file gets its name when it is
+    complete.
 
     [dim]forge trajectories export code.parquet --domain code --since 1d[/dim]
 

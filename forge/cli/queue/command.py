@@ -91,8 +91,8 @@ def status(at: Connection, json: Json = False) -> None:
 def submit(at: Connection, submission: Submission) -> None:
     """Submit a file of tasks, epoch by epoch, and keep the queue filled until all are submitted.
 
-    Waits while the scheduler is unreachable. After an interruption the same command continues, by
-    the tasks that the pool has; it shows the state of the earlier ones.
+    Waits while the scheduler is unreachable. After an interruption the same command continues after
+    the tasks that the pool has, and shows their state.
     """
 
     async def submit_all() -> None:
@@ -107,15 +107,17 @@ def submit(at: Connection, submission: Submission) -> None:
 @with_options
 def drop(
     at: Connection,
-    task_ids: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...")] = None,
+    task_ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[TASK]...", help="Ids of the tasks.")
+    ] = None,
     domain: Annotated[
         str, typer.Option(help="Instead of tasks: every pending group of the domain.")
     ] = "",
     scaffold: Annotated[str, typer.Option(help="Only the domain's tasks of this scaffold.")] = "",
     reason: Annotated[str, typer.Option(help="Stored with each group.")] = "dropped by an operator",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Tombstone pending groups, for example of tasks that no runner can do. They are not trained.
+    """Tombstone pending groups, for example of tasks that no runner can run. They are not trained.
 
     Their rollouts lose their leases, and the head of the window passes them. Groups in a batch and
     settled groups stay as they are. The scheduler's audit log has the call.

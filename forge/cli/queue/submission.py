@@ -30,9 +30,11 @@ class Submission:
     ] = ""
     domain: Annotated[str, typer.Option(help="Domain of tasks without one.")] = ""
     scaffold: Annotated[str, typer.Option(help="Scaffold of tasks without one.")] = "blackbox"
-    group_size: Annotated[int, typer.Option(min=1, help="Rollouts of tasks without a number.")] = 8
+    group_size: Annotated[
+        int, typer.Option(min=1, help="Rollouts of tasks without group_size.")
+    ] = 8
     held_out: Annotated[
-        Path | None, typer.Option(help="File of held-out tasks; a common task is an error.")
+        Path | None, typer.Option(help="File of held-out tasks; a task in both files is an error.")
     ] = None
     timeout: Annotated[
         str, typer.Option(help="Longest wait for the scheduler: 90s, 15m, 2h. Default: no limit.")

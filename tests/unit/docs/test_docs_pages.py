@@ -48,7 +48,7 @@ def test_every_command_is_documented_with_its_options() -> None:
         "forge model export",
     ):
         assert f"## {command}\n" in text
-    assert "| `--seed` | `0` | Seeds the weights, the tasks and the order. |" in text
+    assert "| `--seed` | `0` | Seed of weights, tasks and their order. |" in text
 
 
 def test_every_module_of_the_library_has_a_section() -> None:
