@@ -30,16 +30,16 @@ class RunnerConfig(ServiceConfig):
     """
 
     token_file: str = ""
-    """File with a runner's token, in place of key_file; empty: FORGE_TOKEN. A replaced file is read
-    again."""
+    """File with a runner's token, instead of key_file; empty: FORGE_TOKEN. The runner reads it
+    again when it is replaced."""
     token_state_file: str = ""
-    """File to which renewals of the token are written; empty: token_file itself. A renewal of
-    another token than that of token_file is ignored."""
+    """File to which the runner writes renewals of its token; empty: token_file. It ignores a
+    renewal of another token than token_file's."""
     concurrency: Annotated[int, Meta(ge=1, le=65536)] = 256
-    """Maximum number of concurrent rollouts."""
+    """Most rollouts that run at once."""
     rollout_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 1800.0
-    """Time limit of one agent. The wait for the model does not count, and on a host with more
-    runnable threads than cores time counts less."""
+    """Limit on the own time of one agent: waits for the model do not count, and time counts less on
+    a host with more runnable threads than cores."""
     call_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 600.0
     """Deadline of one model call."""
     lease_wait_s: Annotated[float, Meta(ge=0.1, le=60)] = 10.0
@@ -47,7 +47,7 @@ class RunnerConfig(ServiceConfig):
     gateway_wait_s: Annotated[float, Meta(ge=0.1, le=600)] = 30.0
     """Time for which a rollout waits for a gateway."""
     max_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Maximum number of sampled tokens per turn, for tasks without max_tokens."""
+    """Most sampled tokens per turn, for tasks without max_tokens."""
     command: str = ""
     """Program that runs as the agent of every task, instead of the task's scaffold; {prompt},
     {task_id} and {domain} are replaced."""
@@ -55,13 +55,13 @@ class RunnerConfig(ServiceConfig):
     """How the command starts: in bubblewrap, in a container (podman or docker), or on the host
     with resource limits alone. "none" is for agents that you trust like the runner."""
     command_network: Literal["gateway", "host"] = "gateway"
-    """Network of a sandboxed command: its gateway alone, or the host's."""
+    """Network of a sandboxed command: its gateway alone, or the network of the host."""
     container_engine: str = "podman"
     """Program of command_sandbox = container: podman or docker, with further words if needed."""
     container_image: str = ""
-    """Image of tasks without `image` in their payload."""
+    """Image for tasks without `image` in their payload."""
     container_pull: Literal["never", "missing"] = "never"
-    """Whether a missing image is pulled for a rollout."""
+    """Pull of images for a rollout: never, or those that are missing."""
     container_user: str = ""
     """User in the container; empty: the user of the image, or 65534 if the runner is root."""
     command_read: tuple[str, ...] = ()
@@ -73,8 +73,8 @@ class RunnerConfig(ServiceConfig):
     """Directory that is copied to HOME of each sandboxed command, e.g. with its settings; empty:
     HOME is an empty directory."""
     command_tmp_mb: Annotated[int, Meta(ge=1)] = 1024
-    """Size of the private /tmp of each sandboxed command, in MiB; it has the working directory and
-    HOME."""
+    """Size of the private /tmp of each sandboxed command, in MiB; it contains the working directory
+    and HOME."""
     command_memory_mb: Annotated[int, Meta(ge=0)] = 2048
     """Private memory of each process of the command, in MiB; of all its processes together in a
     container or a delegated control group; 0: no limit."""
@@ -84,8 +84,8 @@ class RunnerConfig(ServiceConfig):
     command_tls_key: str = ""
     """PEM private key of command_tls_cert."""
     command_processes: Annotated[int, Meta(ge=0)] = 4096
-    """Maximum processes and threads of each command; without a container or a delegated control
-    group, of its user over all commands; 0: no limit."""
+    """Most processes and threads of each command; without a container or a delegated control group,
+    of its user over all commands; 0: no limit."""
     pass_environment: tuple[str, ...] = ()
     """Names of the runner's variables that commands and reward functions also get, e.g.
     JUDGE_API_KEY; PATH, HOME, LANG and a few others always pass."""
@@ -106,14 +106,14 @@ class RunnerConfig(ServiceConfig):
     reward_memory_mb: Annotated[int, Meta(ge=0)] = 2048
     """Private memory of each reward process, in MiB; 0: no limit."""
     reward_network: bool = False
-    """Let reward functions use the network, e.g. to call a judge."""
+    """Allow reward functions to use the network, e.g. to call a judge."""
     reward_read: tuple[str, ...] = ()
     """Files and directories that reward functions read, besides Python, its packages and the
     directories of their modules."""
     reward_tmp_mb: Annotated[int, Meta(ge=1)] = 256
     """Size of the private /tmp of each reward process, in MiB."""
     reward_processes: Annotated[int, Meta(ge=0)] = 4096
-    """Maximum processes and threads of the user of reward functions; 0: no limit."""
+    """Most processes and threads of the user of reward functions; 0: no limit."""
 
     @property
     def secret_files(self) -> tuple[str, ...]:

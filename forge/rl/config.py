@@ -51,7 +51,8 @@ class OptimizerConfig:
     """An optimizer, its constants and its learning rate."""
 
     name: OptimizerName = "adamw"
-    """muon: Muon on matrices, AdamW on the other weights; adamw_8bit: moments in 8 bits."""
+    """muon: Muon on matrices, AdamW on the other weights; adamw_8bit: AdamW with moments in 8
+    bits."""
     learning_rate: NotNegative = 1e-5
     """Learning rate after the warm-up."""
     learning_rate_schedule: Schedule = "constant"
@@ -81,18 +82,21 @@ class Correction:
     """Weights and masks of tokens by their distance from the engine; by default all count fully."""
 
     weight_cap: NotNegative = 0.0
-    """Truncated importance sampling: tokens weigh min(recomputed / engine's probability, this); 0:
-    weight 1. Only with recomputed old log-probs: elsewhere the ratio of the loss is this one."""
+    """Truncated importance sampling: the weight of a token is min(recomputed probability / engine's
+    probability, this); 0: weight 1. Only with old_logprobs = recomputed: otherwise the ratio of the
+    loss is the importance ratio."""
     mask_ratio_low: NotNegative = 0.0
-    """Tokens with a smaller ratio to the engine's probability are left out (IcePop, arXiv
-    2510.18855)."""
+    """Least ratio of the policy's to the engine's probability; tokens below it are masked (IcePop,
+    arXiv 2510.18855)."""
     mask_ratio_high: NotNegative = 0.0
-    """Tokens with a larger ratio are left out, too; 0: no limit."""
+    """Largest ratio of the policy's to the engine's probability; tokens above it are masked; 0: no
+    limit."""
     mask_staleness: Count = 0
-    """Tokens sampled more weight versions ago are left out; 0: no limit."""
+    """Largest staleness, in weight versions; tokens above it are masked; 0: no limit."""
     mask_kl_max: NotNegative = 0.0
-    """Samples with a larger mean log-ratio of engine to policy (nats) lose their tokens of negative
-    advantage (off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556); 0: no limit."""
+    """Largest mean log-ratio of engine to policy in a sample, nats; above it the sample's tokens of
+    negative advantage are masked (DeepSeek-V3.2's off-policy sequence mask, arXiv 2512.02556); 0:
+    no limit."""
 
     def check(self, old_logprobs: OldLogprobs) -> None:
         """Raises `InvalidArgument` for settings that are invalid or without effect."""
@@ -117,22 +121,23 @@ class ObjectiveConfig:
     """The loss of the policy."""
 
     algorithm: str = "cispo"
-    """cispo, grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce, ppo (critic), ppo_clip
-    (none), or a custom loss: package.module:function."""
+    """cispo, grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce, ppo (with a critic),
+    ppo_clip (without), or a custom loss: package.module:function."""
     loss_options: Mapping[str, float] = field(default_factory=dict)
     """Keyword arguments of a custom loss."""
     ratio_cap: NotNegative = DEFAULT_RATIO_CAP
     """CISPO's cap on the importance ratio itself: 1 + eps_high in the paper's terms."""
     clip_low: NotNegative = 0.0
-    """Ratios are clipped below 1 - this; 0: the algorithm's own."""
+    """Lower bound of ratios: 1 - this; 0: the algorithm's own."""
     clip_high: NotNegative = 0.0
-    """Ratios are clipped above 1 + this; 0: the algorithm's own."""
+    """Upper bound of ratios: 1 + this; 0: the algorithm's own."""
     dual_clip: NotNegative = 0.0
-    """Largest ratio that a negative advantage is multiplied with; 0: no limit."""
+    """Largest ratio that multiplies a negative advantage; 0: no limit."""
     normalization: Literal["auto", Normalization] = "auto"
-    """token: mean over trained tokens; sequence, trajectory: mean over turns or over trajectories
-    of their token means; global, trajectory_global: sum over the number of turns or trajectories
-    times normalization_tokens; auto: the algorithm's own, by trajectories if ratio_level is."""
+    """token: mean over trained tokens; sequence, trajectory: mean over turns, or trajectories, of
+    the mean over their tokens; global, trajectory_global: sum over tokens, divided by
+    normalization_tokens times the number of turns, or trajectories; auto: the algorithm's own, by
+    trajectories if ratio_level is."""
     normalization_tokens: Count = 0
     """Constant length of a global normalization; 0: the algorithm's own."""
     ratio_level: Literal["turn", "trajectory"] = "turn"
@@ -144,10 +149,11 @@ class ObjectiveConfig:
     kl_coef: NotNegative = 0.0
     """Weight of the KL penalty against the reference policy; 0: no penalty, no reference."""
     kl_estimator: KlEstimator = "k2"
-    """k1: subtracted from the advantages; k2, k3: added to the loss."""
+    """Estimator of the KL penalty: k1 (subtracted from the advantages), k2 or k3 (added to the
+    loss)."""
     teacher_coef: NotNegative = 0.0
-    """On-policy distillation: a token's advantage gets this times its log-prob under the teacher
-    (teacher_path) less that under the policy; 0: no teacher."""
+    """On-policy distillation: factor on log pi_teacher - log pi, which is added to a token's
+    advantage; 0: no teacher (teacher_path)."""
     teacher_only: bool = False
     """Train on the teacher's advantages alone, not on rewards."""
     entropy_coef: NotNegative = 0.0
@@ -217,15 +223,15 @@ class CriticConfig:
     """The critic of an algorithm that has one."""
 
     gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """Lambda of generalized advantage estimation; 1: return less value, without bias; below, less
-    variance and the bias of the values."""
+    """Lambda of generalized advantage estimation. 1: return minus value, without bias; below 1:
+    less variance, and the bias of the values."""
     value_coef: NotNegative = 0.5
     """Weight of the value loss beside the policy's."""
     value_clip: NotNegative = 0.2
-    """Distance from a value as the batch begins, beyond which the loss moves it no further; 0: no
-    limit."""
+    """Largest change of a value since the begin of the batch; beyond it the loss moves the value no
+    further; 0: no limit."""
     value_rate_scale: NotNegative = 1.0
-    """Learning rate of the value head over that of the policy."""
+    """Learning rate of the value head as a multiple of the policy's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,8 +242,8 @@ class RoutingReplayConfig:
     """Compute each token with its recorded experts; the model chooses those of tokens without a
     record. Gateways record with record_experts."""
     compare_every_steps: Annotated[int, Meta(ge=0)] = 10
-    """Steps between two that compute one tree without replay, too, for the gap of log-probs; 0:
-    none does."""
+    """Every so many steps the trainer computes one tree also without replay, to compare the gaps of
+    log-probs; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +251,7 @@ class MtpConfig:
     """Heads that draft tokens (multi-token prediction), trained beside the policy."""
 
     heads: Annotated[int, Meta(ge=0, le=8)] = 0
-    """Number of heads: tokens beyond the next that they draft; 0: no heads."""
+    """Number of draft heads; each drafts one more token beyond the next. 0: no heads."""
     loss: MtpLoss = "topk_kl"
     """Loss of a draft: KL over the policy's likeliest tokens, total variation, or cross-entropy of
     the sampled tokens."""

@@ -18,18 +18,18 @@ class HttpSettings:
     port: Port = 0
     """HTTP port; 0 takes a free one."""
     hosts: tuple[str, ...] = ()
-    """Other host names by which browsers reach the console, such as a proxy's; with any, a token is
-    demanded."""
+    """Other host names by which browsers reach the console, such as a proxy's. With any, every
+    reader needs a token."""
     login: Literal["auto", "always"] = "auto"
-    """When a token is demanded: auto (unless the console is on loopback without other hosts),
+    """Readers log in with a token: auto (unless the console is on loopback without other hosts),
     always."""
     steering: bool = False
-    """Let readers without login change things, too: on loopback every user of the host. With a
-    login, operators can always."""
+    """Allow changes without login, too: on loopback by every user of the host. With a login,
+    operators may always make changes."""
     max_viewers: Annotated[int, Meta(ge=1)] = 64
     """Most pages with live updates; further ones get 429."""
     max_requests: Annotated[int, Meta(ge=1)] = 16
-    """Most requests in work that read other services; further ones get 429."""
+    """Most requests in flight that read other services; further ones get 429."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ConsoleConfig(ServiceConfig):
     """A web page of a running system: curves, the window, trajectories, weights, services."""
 
     model_path: str = ""
-    """Model directory with tokenizer.json, for the texts of tokens; empty: ids alone."""
+    """Model directory with tokenizer.json, to show tokens as text; empty: ids alone."""
     call_timeout_s: Annotated[float, Meta(ge=0.1)] = 5.0
     """Deadline of a call to a service."""
     fetch_timeout_s: Annotated[float, Meta(ge=1)] = 30.0
@@ -49,13 +49,13 @@ class ConsoleConfig(ServiceConfig):
     services_poll_s: Annotated[float, Meta(ge=1)] = 5.0
     """Pause between two health checks of every service, while its page is open."""
     max_steps: Annotated[int, Meta(ge=100)] = 4000
-    """Most optimizer steps in memory and in a page; beyond it every second older one is left
-    out."""
+    """Most optimizer steps in memory and in a page; above it the console leaves out every second
+    older step."""
     compare: tuple[str, ...] = ()
-    """Directories of other runs, or their metrics.jsonl: the overview shows their curves beside
+    """Directories of other runs, or their metrics.jsonl; the overview shows their curves beside
     this run's."""
     max_cache_mib: Annotated[float, Meta(ge=1)] = 256.0
-    """Memory of the trajectories that were read last."""
+    """Memory for the trajectories that were read last."""
     http: HttpSettings = field(default_factory=HttpSettings)
 
     def validate(self) -> None:

@@ -42,14 +42,15 @@ class HttpSettings:
     port: Port = 0
     """HTTP port; 0 takes a free one."""
     shared_port: Port = 0
-    """Port that all gateways of this host have in common, for agents with one fixed address; a
-    connection goes to the process of its session. Only without TLS. 0: none."""
+    """Port that all gateways of this host share, for agents with one fixed address; a gateway hands
+    each connection to the process of its session. Only without TLS. 0: none."""
     max_body_mib: Annotated[float, Meta(ge=0.001)] = 32.0
     """Largest HTTP request body."""
     max_bodies_mib: Annotated[float, Meta(ge=1)] = 4096.0
-    """Request bodies in memory; a body stays until its request ends. Above it requests get 429."""
+    """Size of all request bodies in memory; above it requests get 429. A body stays in memory until
+    its request ends."""
     max_session_bodies_mib: Annotated[float, Meta(ge=1)] = 256.0
-    """Request bodies of one session in memory."""
+    """Size of the request bodies of one session in memory; above it its requests get 429."""
     images: ImageSetting = "placeholder"
     """Treatment of images in messages: placeholder (a text with type and size stands for each),
     refuse (400), pass (to the engine; none serves images yet)."""
@@ -118,9 +119,9 @@ class SamplingBounds:
     max_temperature: Annotated[float, Meta(gt=0, le=100)] = 1.5
     """Highest temperature."""
     min_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Least nucleus mass."""
+    """Least top_p."""
     min_top_k: Annotated[int, Meta(ge=1)] = 20
-    """Fewest likeliest tokens kept, if the agent asks for top_k."""
+    """Least top_k, if a request sets one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +133,10 @@ class SessionsSettings:
     max_session_mib: Annotated[float, Meta(ge=1)] = 1024.0
     """Memory of all sessions; above it the least recently used sessions leave memory."""
     idle_s: Annotated[float, Meta(ge=0)] = 600.0
-    """Idle time after which a session leaves memory; its next call reads it from the pool."""
+    """Idle time after which a session leaves memory; its next call rebuilds it from the pool."""
     max_backlog_mib: Annotated[float, Meta(ge=1)] = 256.0
-    """Size of the turns that are not yet durable, per pool shard, above which calls are refused."""
+    """Largest size of the turns of one pool shard that are not yet durable; above it the gateway
+    refuses calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +150,14 @@ class GatewayConfig(ServiceConfig):
     pool_timeout_s: Annotated[float, Meta(ge=0.1)] = 30.0
     """Deadline of one call to the pool."""
     pool_wait_s: Annotated[float, Meta(ge=0)] = 2.0
-    """Longest wait of a call for a pool shard that no instance serves. A shard that served this
-    gateway within the last pool_timeout_s is awaited for that time, so that it can restart."""
+    """Longest wait of a call for a pool shard that no instance serves. If the shard served this
+    gateway within the last pool_timeout_s, the call waits that long instead: the shard may
+    restart."""
     record_experts: bool = False
     """Record the experts that a mixture of experts chose for each token, for the trainer's
-    routing_replay: layers x experts per token bytes for each new token of a turn."""
+    routing_replay. Each new token of a turn takes layers x experts per token bytes."""
     models: Mapping[str, NamedModel] = field(default_factory=dict)
-    """Models beside the policy by name: [models.NAME]; docs/models.md has examples."""
+    """Other models than the policy, by name: [models.NAME]; docs/models.md has examples."""
     model: ModelSettings = field(default_factory=ModelSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)

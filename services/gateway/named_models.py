@@ -30,11 +30,12 @@ class NamedModel:
     aliases: tuple[str, ...] = ()
     """Other names that requests may use."""
     open: bool = False
-    """Whether every session may call it; otherwise those whose task names it."""
+    """Every session may call the model; otherwise only sessions whose task names it."""
     group: str = ""
     """version, engine: serving group; empty: the name of the model."""
     model_path: str = ""
-    """engine: model directory, as the one of the policy; no weights are read."""
+    """engine: model directory, with the same files as the policy's; the gateway reads no
+    weights."""
     context_tokens: Annotated[int, Meta(ge=0)] = 0
     """engine: longest context, prompt and answer; 0: the value in its config.json."""
     tool_format: str = "auto"
@@ -42,12 +43,12 @@ class NamedModel:
     reasoning_format: str = "auto"
     """engine: as in the table model."""
     url: str = ""
-    """external, embeddings: base URL of the API, as its clients take it: https, or http on the
-    loopback interface."""
+    """external, embeddings: base URL of the API, as its client libraries take it: https, or http on
+    the loopback interface."""
     protocol: Literal["openai", "anthropic", "gemini"] = "openai"
-    """external: the protocol of the API; requests of other ones are refused."""
+    """external: the protocol of the API; the gateway refuses requests of another protocol."""
     key_file: str = ""
-    """external, embeddings: file with the key of the API, closed to other users; empty: none."""
+    """external, embeddings: file with the API key, closed to other users; empty: no key."""
     upstream: str = ""
     """external, embeddings: name of the model at the API; empty: the name here."""
     timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
@@ -57,7 +58,7 @@ class NamedModel:
     max_response_mib: Annotated[float, Meta(ge=0.001, le=1024)] = 32.0
     """external, embeddings: largest answer."""
     recorded_kib: Annotated[int, Meta(ge=0, le=16_384)] = 256
-    """Size of a request, and of an external answer, that the record of a call keeps."""
+    """Most KiB of a request, and of an external answer, in the record of a call."""
 
     @property
     def served_here(self) -> bool:

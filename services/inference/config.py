@@ -25,26 +25,26 @@ class RouterSettings:
     worker_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """Longest time that a request waits while no worker serves."""
     version_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
-    """Longest wait of an answer for a worker with the weights of its newest token, or newer, since
-    the first worker had them; then a worker with older weights continues it. Keep it below
-    worker_wait_s."""
+    """Longest wait of an answer for a worker with the weights of its newest token, or newer ones,
+    from the moment at which the first worker had them; then a worker with older weights continues
+    it. Keep it below worker_wait_s."""
     hold_s: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     """Time for which prefill holds a prompt until decode fetches it."""
     local_prefill_tokens: Annotated[int, Meta(ge=0)] = 512
-    """Most tokens of a prompt that a worker of the role both computes itself, beyond those it has
-    cached, while there are prefill workers; a longer one is prefilled there. Without prefill
-    workers it computes all."""
+    """Most uncached tokens of a prompt that a worker of the role both computes itself; a prefill
+    worker computes a prompt with more. Without prefill workers the role both computes every
+    prompt."""
     early_hand_off_tokens: Annotated[int, Meta(ge=0)] = 1024
-    """A decode worker fetches the keys and values of a prompt with at least so many uncached tokens
-    while a prefill worker computes them; 0: always after the whole prompt."""
+    """Least number of uncached tokens of a prompt for an early hand-off: decode fetches its keys
+    and values while prefill computes them. 0: no early hand-offs."""
     canary_engine: str = ""
     """Engine under trial beside others in the group: it gets canary_share of the sessions, and no
-    more while others are available; "" for none."""
+    more while other engines are available. Empty: none."""
     canary_share: Annotated[float, Meta(ge=0, le=1)] = 0.05
     """Share of the sessions for workers with canary_engine."""
     stream_interval_s: Annotated[float, Meta(ge=0, le=5)] = 0.05
-    """Longest time that a streamed piece of an answer, after its first, waits to be sent together
-    with those that follow; 0: each at once."""
+    """Longest time for which the router collects the pieces of a streamed answer before it sends
+    them together. It sends the first piece at once. 0: each piece at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,25 +53,26 @@ class KvSettings:
 
     mib: Annotated[int, Meta(ge=1)] = 2048
     """Memory for running sequences with their shared prefixes (decode) or held prompts (prefill),
-    MiB; both gives a quarter to held prompts. Decode takes up to an eighth on top for prompts that
-    wait."""
+    MiB; the role both gives a quarter to held prompts. Decode takes up to an eighth more for
+    waiting prompts."""
     cache_mib: Annotated[int, Meta(ge=0)] = 512
     """Memory for the prefix cache, MiB."""
     block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens of one block of the prefix cache."""
     on_update: Literal["keep", "recompute"] = "keep"
-    """Keys and values of running answers when the weights change: keep (the answer continues on
-    those of the older weights) or recompute (prompt and answer are read again by the new ones). The
-    prefix cache is emptied in either case. recompute needs the engine embedded or vllm."""
+    """Keys and values of running answers when the weights change: keep (the answer continues with
+    those of the older weights) or recompute (the new weights compute prompt and answer again).
+    Either empties the prefix cache. recompute needs the engine embedded or vllm."""
     store_dir: str = ""
-    """Directory on a shared file system where the workers of a model keep keys and values for each
-    other; "" for none. Only the workers' user may write it."""
+    """Directory on a shared file system through which the workers of a model share keys and values
+    (KV store); empty: none. Only the workers' user may have write access."""
     store_mib: Annotated[int, Meta(ge=1)] = 10_240
-    """Bound of store_dir over all workers, MiB; the least recently read blocks are evicted."""
+    """Largest size of store_dir over all workers, MiB; above it the least recently read blocks are
+    evicted."""
     store_host_mib: Annotated[int, Meta(ge=0)] = 0
-    """Memory of this worker in front of store_dir, MiB."""
+    """Memory of this worker for blocks of store_dir, MiB."""
     store_block_tokens: Annotated[int, Meta(ge=1, le=4096)] = 64
-    """Tokens of one file in store_dir; workers with another number share nothing."""
+    """Tokens of one file in store_dir; workers share only files of the same number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +80,10 @@ class SpeculationSettings:
     """Drafts by the draft heads among the weights (the trainer's mtp table)."""
 
     most_drafts: Annotated[int, Meta(ge=0, le=8)] = 4
-    """Most tokens that decode drafts for one step; 0: none, and heads are not loaded."""
+    """Most tokens that decode drafts per step; 0: none, and the worker loads no draft heads."""
     adaptive: bool = True
-    """Draft as many as pay by measured acceptance and speed, perhaps none; false: always as many as
-    there are heads, up to most_drafts."""
+    """Choose the number of drafts by measured acceptance and speed, possibly 0; false: always one
+    per head, up to most_drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +91,12 @@ class InferenceConfig(ServiceConfig):
     """Samples from the policy: a router, or one of the workers behind it."""
 
     role: Literal["router", "prefill", "decode", "both"] = "router"
-    """Role of this process; both: a worker that reads prompts and samples."""
+    """Role of this process; both: a worker that computes prompts and samples."""
     model_path: str = ""
-    """Folder with the model's config.json; with frozen weights, also with its safetensors."""
+    """Directory with the model's config.json; for frozen weights also with its safetensors."""
     serving_group: str = ""
-    """Name of the group of routers and workers that serve another model than the policy, as the
-    gateway's table models names it; empty: the policy's."""
+    """Name of the serving group, whose routers and workers serve another model than the policy; the
+    gateway's table models has the same name. Empty: the policy."""
     context_tokens: Annotated[int, Meta(ge=0)] = 0
     """Longest context, prompt and answer; 0: the model's own limit."""
     request_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 3600.0
@@ -104,7 +105,7 @@ class InferenceConfig(ServiceConfig):
 
     # Workers alone.
     engine: str = "embedded"
-    """Runs the model: embedded, tensorrt_llm, vllm, or an engine of an installed package."""
+    """Engine that runs the model: embedded, tensorrt_llm, vllm, or one of an installed package."""
     engine_options: str = ""
     """JSON object with options of this engine alone, e.g. {"tensor_parallel_size": 2} for vllm."""
     dtype: Literal["auto", "device", "float32", "bfloat16", "float16"] = "auto"
@@ -123,8 +124,8 @@ class InferenceConfig(ServiceConfig):
     weight_silence_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
     """Longest silence in a weight fetch; then the worker tries the next source."""
     weights_dir: str = ""
-    """Directory of any mounted file system in which the trainer with the same setting puts each
-    version; empty: none. A version that is not there comes by gRPC."""
+    """Directory on any mounted file system where the trainer with the same setting stores each
+    version; empty: none. The worker fetches a missing version over gRPC."""
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """decode and both: most requests that sample at the same time."""
     pass_tokens: Annotated[int, Meta(ge=0)] = 0

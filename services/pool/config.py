@@ -21,7 +21,8 @@ class StoreSettings:
     map_max_bytes: Annotated[int, Meta(ge=1 << 20)] = 1 << 40
     """Largest size of the memory map; a full one refuses writes."""
     disk_reserve_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
-    """Free space below which turns are refused; reserved for seals and batch states."""
+    """Free disk space below which the pool refuses turns; it keeps this space for seals and batch
+    states."""
     reader_threads: Annotated[int, Meta(ge=1, le=64)] = 4
     """Threads that read from the store."""
 
@@ -34,23 +35,24 @@ class ReplicationSettings:
     """local: acknowledges a write once it is on this disk; replicated: once it is also on the disk
     of the other instance."""
     min_copies: Annotated[int, Meta(ge=1, le=2)] = 2
-    """replicated: without a follower in sync, 2 refuses writes, 1 acknowledges one copy."""
+    """replicated: least number of durable copies. Without a follower in sync, 2 refuses writes, 1
+    acknowledges a single copy."""
     follower_timeout_s: Annotated[float, Meta(ge=0.1)] = 5.0
-    """replicated: longest silence of the follower before it is dropped."""
+    """replicated: longest silence of the follower before the leader drops it."""
     verify_every_s: Annotated[float, Meta(ge=0)] = 24 * 3600.0
-    """replicated: pause between two passes that verify every record and repair damaged ones from
+    """replicated: pause between two passes that verify every record and repair damaged records from
     the other replica; 0: no passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionSettings:
-    """The freeing of settled groups."""
+    """Retention of settled groups."""
 
     mode: Literal["keep", "covered"] = "covered"
     """keep: frees nothing; covered: frees groups that a checkpoint covers, and tombstoned or
     evaluated ones, by keep_age_s and keep_bytes."""
     keep_age_s: Annotated[float, Meta(ge=0)] = 7 * 24 * 3600.0
-    """Time that a settled group keeps its turns and rewards, unless room is short."""
+    """Time for which a settled group keeps its turns and rewards, unless space runs short."""
     keep_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of all records above which the oldest are freed at any age; 0: no limit."""
 

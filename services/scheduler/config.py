@@ -59,14 +59,16 @@ class SchedulerConfig(ServiceConfig):
     """Time for which a new leader hands out no rollout, so that runners can renew their leases
     first."""
     stall_after_s: Annotated[float, Meta(ge=1)] = 120.0
-    """Time without a trained group after which the status and the log name cause and remedy."""
+    """Time without a trained group after which the status and the log name the cause and its
+    remedy."""
     session_ttl_s: Annotated[float, Meta(ge=1)] = 10_800.0
     """Validity of a session token."""
     max_queued_groups: Annotated[int, Meta(ge=1)] = 1_000_000
     """Most pending groups; further submissions are refused."""
     held_settled_groups: Annotated[int, Meta(ge=1)] = 16_384
-    """Trained groups kept in memory, the newest, and as many that were tombstoned or evaluated:
-    about 15 MB each with eight rollouts. A rewind beyond them reads the pool."""
+    """Most trained groups in memory, the newest ones; the same number of tombstoned or evaluated
+    ones. Each of the two sets takes about 15 MB with eight rollouts per group. A rewind to older
+    groups reads the pool."""
     max_group_size: Annotated[int, Meta(ge=1, le=65_536)] = 1024
     """Most rollouts of one task."""
     max_wait_s: Annotated[float, Meta(ge=0, le=600)] = 30.0

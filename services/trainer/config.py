@@ -58,15 +58,16 @@ class CheckpointSettings:
     dir: str = ".forge/checkpoints"
     """Directory of the checkpoints."""
     copy_to: str = ""
-    """URL of fsspec, e.g. s3://bucket/run, to which each checkpoint is copied, and from which a
-    trainer continues that lacks the newest one; empty: none. s3:// needs the package s3fs."""
+    """URL of fsspec, e.g. s3://bucket/run, to which the trainer copies each checkpoint; it
+    continues from there if it lacks the newest one. Empty: none. s3:// needs the package s3fs."""
     every_steps: Annotated[int, Meta(ge=1)] = 10
     """Optimizer steps between checkpoints: the work that a crash can cost."""
     keep_last: Annotated[int, Meta(ge=1)] = 2
-    """Newest checkpoints to keep; a damaged one is replaced by an older one of them."""
+    """Newest checkpoints to keep; if one is damaged, the trainer restores the one before."""
     keep_every_steps: Annotated[int, Meta(ge=0)] = 0
-    """Keep for good the first checkpoint at or after each multiple of these steps, too; 0: none.
-    The pool does not wait for them: it frees groups once the keep_last newest include them."""
+    """Also keep, for good, the first checkpoint at or after each multiple of this number of steps;
+    0: none. The pool does not wait for them: it frees groups once the keep_last newest include
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,28 +77,29 @@ class CanarySettings:
     share: Annotated[float, Meta(ge=0, le=0.9)] = 0.0
     """Share of the workers that serve a new version first; 0: all follow the newest at once."""
     trajectories: Annotated[int, Meta(ge=1)] = 64
-    """Trained trajectories that canary and base have each sampled alone before the judgement."""
+    """Trained trajectories that each of canary and base must have sampled alone before the
+    judgement."""
     max_logprob_gap: Annotated[float, Meta(ge=0)] = 0.2
     """Largest mean |log-prob of trainer - engine| of the canary's tokens, staleness included."""
     max_broken_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Largest share of answers of the canary that end with a log-prob that is not finite."""
     max_reward_drop: Annotated[float, Meta(ge=0)] = 0.2
-    """Largest difference of mean rewards by which the canary may be below its base."""
+    """Largest amount by which the mean reward of the canary may be below that of its base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValuesSettings:
-    """Values of single trained tokens, for the token view of the console."""
+    """Token values, for the token view of the console."""
 
     tokens_per_step: Annotated[int, Meta(ge=0, le=16_777_216)] = 65536
-    """Most trained tokens of a step whose log-prob, importance ratio, entropy and advantage are
-    stored: whole turns of groups in random order; 0: none."""
+    """Most trained tokens of a step whose values (log-prob, importance ratio, entropy, advantage)
+    the trainer stores: whole turns of groups in random order; 0: none."""
     max_mib: Annotated[float, Meta(ge=1)] = 256.0
-    """Size of the store in checkpoint.dir; beyond it the oldest steps are removed. A token takes 10
-    bytes."""
+    """Size of the store in checkpoint.dir; above it the trainer removes the oldest steps. A token
+    takes 10 bytes."""
     max_age_h: Annotated[float, Meta(ge=0)] = 168.0
-    """Age in hours at which the values of a step are removed, so that those of erased trajectories
-    end too; 0: none."""
+    """Age in hours at which the trainer removes the values of a step, also those of erased
+    trajectories; 0: no limit."""
 
     def check(self) -> None:
         """Raises `InvalidArgument` if the store has no room for one step."""
@@ -116,7 +118,7 @@ class EvaluationSettings:
     """JSON Lines file of held-out tasks, as `forge queue submit` takes; a task without a group_size
     is attempted once; empty: no evaluation."""
     every_steps: Annotated[int, Meta(ge=0)] = 0
-    """Optimizer steps between evaluations; 0: none in between."""
+    """Optimizer steps between evaluations; 0: only those of at_start and at_end."""
     at_start: bool = False
     """Evaluate the starting weights."""
     at_end: bool = True
@@ -133,26 +135,25 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSettings:
-    """How returns become advantages."""
+    """Rules that make advantages of returns."""
 
     baseline: Literal["auto", Baseline] = "auto"
     """Value subtracted from a return; auto: the algorithm's own."""
     normalize_std: Literal["auto", Spread] = "auto"
-    """Divide advantages by the standard deviation of the returns of this; auto: the algorithm's
-    own."""
+    """Returns whose standard deviation divides the advantages; auto: the algorithm's own choice."""
     spread_floor: Annotated[float, Meta(ge=1e-6)] = SPREAD_FLOOR
-    """A smaller standard deviation of the returns is replaced by this."""
+    """Least standard deviation that divides advantages; a smaller one is replaced by it."""
     domain_weights: Mapping[str, Annotated[float, Meta(ge=0)]] = field(default_factory=dict)
     """Factor on the advantages of a domain; 1 unless named."""
     train_side_calls: tuple[str, ...] = ()
     """Domains whose side calls (no tools, another system prompt, not continued) are trained."""
     drop_flat_groups: bool = False
-    """Leave out groups whose rollouts all earned the same, apart from speed (DAPO)."""
+    """Leave out groups whose rollouts all have the same return, apart from speed (DAPO)."""
     refill_groups: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Most groups leased beyond those of a batch, in place of flat ones (DAPO's dynamic sampling);
     0: none. Needs drop_flat_groups."""
     refill_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
-    """Longest wait of a batch for these groups; after it the batch is trained with fewer."""
+    """Longest wait of a batch for these groups; then the trainer trains it with fewer."""
 
     def rules(self, own: Preset) -> AdvantageRules:
         """The settings with `auto` replaced by the values of the algorithm's preset."""
@@ -173,8 +174,8 @@ class TrainerConfig(ServiceConfig):
     model_path: str = ""
     """Model directory of the starting weights, in the layout of transformers."""
     start_over: str = ""
-    """Id of the lineage to end, as the refusal names it: train from the starting weights instead of
-    from its checkpoint. Without effect once that lineage has ended."""
+    """Id of a lineage to end, as the error at the start names it: train from the starting weights
+    instead of its checkpoint. No effect once that lineage has ended."""
     max_steps: Annotated[int, Meta(ge=0)] = 0
     """Optimizer steps to train for; 0: no end."""
     batch_groups: Annotated[int, Meta(ge=0, le=4096)] = 0
@@ -185,7 +186,7 @@ class TrainerConfig(ServiceConfig):
     """Parts of a batch with an optimizer update each: whole groups, of nearly equal tokens; fewer
     if the batch has fewer groups. Weights are published once per batch."""
     max_skipped_batches: Annotated[int, Meta(ge=0)] = 10
-    """Batches in a row without a usable gradient that end the run; 0: no limit."""
+    """Most batches in a row without a usable gradient; then the run ends. 0: no limit."""
     patience_s: Annotated[float, Meta(ge=1)] = 600.0
     """Longest wait for an unreachable scheduler or pool."""
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -204,13 +205,13 @@ class TrainerConfig(ServiceConfig):
     logged_rollouts_every_steps: Annotated[int, Meta(ge=1)] = 10
     """Steps between two of these tables."""
     logprob_gap_alarm: Annotated[float, Meta(ge=0)] = 0.05
-    """Mean |log-prob of trainer - engine| over the freshest tokens above which each step logs a
-    warning; 0: no warning."""
+    """Mean |log-prob of trainer - engine| over the tokens of least staleness, above which a step
+    logs a warning; 0: no warning."""
     device: str = "cpu"
     """Torch device, e.g. cpu or cuda:0; cuda with ranks: one device for each."""
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Processes on this machine that take each step together; under torchrun, its number of
-    processes counts instead, and this one in checks of the settings alone."""
+    """Trainer processes (ranks) on this machine. Under torchrun its number of processes applies
+    instead, and this one only in checks of the settings."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     torch_threads: Annotated[int, Meta(ge=0)] = 0
     """Threads of the tensor library; 0: half the cores, inference has the rest."""
@@ -221,32 +222,31 @@ class TrainerConfig(ServiceConfig):
     """Type of the weights sent to inference; auto: that of the backbone, so float32 unless autocast
     is on."""
     publish_from: Literal["rank_0", "ranks"] = "rank_0"
-    """Where published weights are held: all at rank 0, or a part of equal size at each rank, which
-    sends it to workers. The latter needs mesh.dp_shard or mesh.tp above 1, workers that reach the
-    gRPC port of each rank (port plus its number on its host), and workers of this release or
-    later."""
+    """Holder of published weights: rank_0 (all), or ranks (each holds and sends a segment of equal
+    size). ranks needs mesh.dp_shard or mesh.tp above 1, workers that reach the gRPC port of each
+    rank (port plus its number, on its host), and workers of this release or later."""
     read_from: Literal["rank_0", "ranks"] = "rank_0"
-    """Where trajectories are read and planned: all at rank 0, or each group at the first rank of a
-    data group. The latter needs mesh.dp_shard above 1, and ranks that reach the pool."""
+    """Reader and planner of trajectories: rank_0 (all), or ranks (the first rank of each data
+    group). ranks needs mesh.dp_shard above 1, and ranks that reach the pool."""
     rank_token_file: str = ""
     """File with a token of `forge token issue rank`, for ranks that read; empty: key_file."""
     kept_versions: Annotated[int, Meta(ge=2, le=64)] = 2
-    """Newest published versions that stay in host memory, each as large as the model: those that
-    `forge weights rollback` can return to."""
+    """Newest published versions in host memory, each as large as the model: `forge weights
+    rollback` can return to them."""
     canary: CanarySettings = field(default_factory=CanarySettings)
     weights_dir: str = ""
-    """Directory of any mounted file system in which workers with the same setting find each
-    published version; empty: none. Trainer and workers run as the same user."""
+    """Directory on any mounted file system where the trainer stores each published version for
+    workers with the same setting; empty: none. Both must run as the same user."""
     recompute_activations: bool = False
     """Compute each layer again in the backward pass: a third more work, and only the inputs of
     the layers stay in memory."""
     compile_layers: bool = False
-    """Compile layers for merged trees: GPU, dense, with autocast, no adapters, mesh.dp_shard or
-    mesh.tp."""
+    """Compile layers for merged trees. Needs a GPU, a dense model and autocast; not with adapters,
+    mesh.dp_shard or mesh.tp."""
     token_budget: Annotated[int, Meta(ge=1)] = 16384
     """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: Annotated[int, Meta(ge=1)] = 256
-    """Lower bound of the token budget, which is halved when memory runs out."""
+    """Lower bound of the token budget, which the trainer halves when memory runs out."""
     reference_path: str = ""
     """Model directory of the reference policy; empty: model_path, the starting weights."""
     teacher_path: str = ""
@@ -255,7 +255,7 @@ class TrainerConfig(ServiceConfig):
     balance_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the load-balance loss of a mixture of experts; 0: none."""
     nominal_tokens_per_s: Annotated[float, Meta(ge=1e-3)] = 50.0
-    """Rate of sampling in completion times, at any speed of the engine."""
+    """Rate at which completion times count sampled tokens; the engine's speed has no effect."""
     rewards: RewardWeights = field(default_factory=RewardWeights)
     overlong: OverlongRules = field(default_factory=OverlongRules)
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)

@@ -13,7 +13,7 @@ from forge.rl.config import MeshShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSettings:
-    """How several ranks divide model and batch."""
+    """Division of model and batch among ranks."""
 
     dp_replicate: Annotated[int, Meta(ge=1)] = 1
     """Copies of the model; each computes other trees of a batch."""
@@ -21,12 +21,13 @@ class MeshSettings:
     """Data groups of a copy, which divide its parameters, gradients and optimizer state; each
     computes other trees. 1: every rank holds all of them."""
     cp: Annotated[int, Meta(ge=0)] = 0
-    """Ranges of each tree, computed by different ranks; 0: as many as there are ranks left."""
+    """Ranks that compute one tree, each a range of its tokens (context parallelism); 0: all that
+    the other dimensions leave."""
     tp: Annotated[int, Meta(ge=1)] = 1
-    """Ranks that compute every token together and divide each layer, by heads, inner channels and
-    experts. Neighbors: keep them on one host. 1: each computes whole layers."""
+    """Ranks that divide each layer by heads, inner channels and experts, and compute every token
+    together. Neighbors: keep them on one host. 1: each computes whole layers."""
     join_s: Annotated[float, Meta(gt=0)] = 300.0
-    """Longest time until all ranks have met; then the start fails, and the supervisor repeats
+    """Longest time until all ranks have joined; then the start fails, and the supervisor repeats
     it."""
 
     def shape(self, ranks: int) -> MeshShape:

@@ -33,7 +33,8 @@ class OverlongRules:
     penalty: Annotated[float, Meta(ge=0)] = 1.0
     """Full penalty, in units of the outcome reward."""
     unit: Literal["turn", "trajectory"] = "turn"
-    """Measure the answer of each turn, or all sampled tokens of a trajectory."""
+    """Length that the penalty measures: the answer of each turn, or all sampled tokens of a
+    trajectory."""
 
     def check(self) -> None:
         """Raises `InvalidArgument` that names a setting without effect."""

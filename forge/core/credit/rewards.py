@@ -40,18 +40,18 @@ class RewardComponent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardWeights:
-    """Weights of the components."""
+    """Weights of the reward components."""
 
     alpha: float = 0.2
     """Weight of process rewards."""
     agent: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Weight of what agents say of themselves (tasks with agent_rewards); 0: not counted. A
-    trajectory's reports add at most this to its return."""
+    """Weight of the rewards that agents give themselves (tasks with agent_rewards); 0: not counted.
+    They add at most this to the return of a trajectory."""
     beta: float = 0.1
     """Weight of speed, added after the advantages are divided by their spread."""
     speed_step: Annotated[float, Meta(ge=1e-3, le=1)] = 0.05
-    """Step of speed, counted from the group's mean. 0.05 is a fifth of the domain's usual
-    completion time, near that time; less is noise of tools and clocks."""
+    """Speeds count in steps of this size from the group's mean; less than one step is noise of
+    tools and clocks. Near the domain's usual completion time, 0.05 is a fifth of that time."""
     gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Discount per turn of later rewards; 1 credits every turn with the full outcome."""
 

@@ -49,8 +49,8 @@ class Mode(enum.Enum):
 
 
 class PartialGroups(enum.Enum):
-    """Result of a group with a rollout that failed by the task's own fault. An incomplete group is
-    never trained on, and a permanent failure always tombstones its group."""
+    """Treatment of a group with a rollout that failed through the task itself. An incomplete group
+    is never trained on, and a permanent failure always tombstones its group."""
 
     FILL = "fill"
     """The rollout is attempted again, up to `max_attempts`; then the group is tombstoned."""
@@ -62,7 +62,7 @@ class PartialGroups(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """The rules of one generation queue."""
+    """Rules of one generation queue."""
 
     concurrency: Positive = 32
     """N: most groups that run at once."""
@@ -73,11 +73,12 @@ class QueueSettings:
     window: Annotated[int, Meta(ge=0)] = 0
     """W of mode = windowed: positions from the head that a trainer sees; 0: ceil(0.3 N)."""
     max_staleness_p99: Annotated[float, Meta(ge=1)] = 8.0
-    """mode = adaptive: 99 of 100 groups are trained on within this number of optimizer steps after
-    their start."""
+    """mode = adaptive: bound on staleness; 99 of 100 groups are trained within this number of
+    optimizer steps after their start."""
     max_shift_kl: NotNegative = 0.05
-    """mode = adaptive: largest distance of the mix of a batch (duration, domain, difficulty) from
-    that of the queue, as a divergence beyond chance, as long as waiting can reduce it."""
+    """mode = adaptive: bound on shift, the divergence beyond chance of the mix of a batch
+    (duration, domain, difficulty) from that of the queue. It holds as long as waiting can reduce
+    the shift."""
     admission: Admission = Admission.WINDOW
     """Limit on generation besides N running groups: running (none), window (complete groups that
     are not assigned to a batch count against N), ahead (only groups less than `ahead` positions
@@ -89,31 +90,31 @@ class QueueSettings:
     domain_shares: Mapping[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
     """Share of each domain in every batch; empty: queue order alone."""
     domain_limits: Mapping[str, Positive] = field(default_factory=dict)
-    """Most groups of a domain that run at once; a domain at its limit is passed over."""
+    """Most groups of a domain that run at once; the scheduler skips a domain at its limit."""
     rollout_lease_s: Annotated[float, Meta(ge=1)] = 20.0
-    """A runner's lease ends this long after its last renewal, and later for a runner whose renewals
+    """Time from the last renewal of a task lease to its end; longer for a runner whose renewals
     come late."""
     rollout_timeout_s: Annotated[float, Meta(ge=1)] = 7200.0
-    """Longest life of one attempt, renewed or not."""
+    """Longest time of one attempt, even if its lease is renewed."""
     partial_groups: PartialGroups = PartialGroups.FILL
-    """Result of a group with a rollout that failed by the task's own fault: fill (the rollout is
-    attempted again, up to max_attempts, then the group is dropped), wait (it is attempted until it
-    succeeds), drop (the group is tombstoned at once)."""
+    """Treatment of a group with a rollout that failed through the task itself: fill (attempt the
+    rollout again, up to max_attempts, then tombstone the group), wait (attempt it until it
+    succeeds), drop (tombstone the group at once)."""
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """partial_groups = fill: failures of the task itself, in one rollout, before its group is given
-    up; faults of the infrastructure do not count."""
+    """partial_groups = fill: most failures of the task itself in one rollout; then the scheduler
+    tombstones the group. Failures of the infrastructure do not count."""
     max_losses: Annotated[int, Meta(ge=1, le=1000)] = 32
-    """Attempts at one rollout that the infrastructure ended while other rollouts were sealed,
-    before its group is given up: the bound on a task that kills its runners."""
+    """Most attempts at one rollout that the infrastructure ended while other rollouts were sealed;
+    then the scheduler tombstones the group: its task may kill the runners."""
     retry_backoff_s: NotNegative = 1.0
     """Wait before the second attempt; doubles with each failure."""
     max_backoff_s: NotNegative = 60.0
     """Longest wait between attempts."""
     batch_lease_s: Annotated[float, Meta(ge=1)] = 300.0
-    """A trainer's lease of a batch ends this long after its last renewal."""
+    """Time from the last renewal of a batch lease to its end."""
     short_batch_after_s: NotNegative = 5.0
-    """Time without a new task after which the queue counts as at its end: the groups left may then
-    form a batch smaller than asked for."""
+    """Time without a new task after which the queue counts as ended: the remaining groups may then
+    form a smaller batch than requested."""
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "max_attempts", "max_losses"):

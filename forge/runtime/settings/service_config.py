@@ -49,7 +49,8 @@ class ServiceConfig:
     etcd_password_file: str = ""
     """File with the password of the user in etcd; empty: etcd demands none."""
     instance_id: str = ""
-    """Unique in its kind; empty: <service>-<host>-<pid>."""
+    """Id of this process, unique among the instances of its service; empty:
+    <service>-<host>-<pid>."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Port = 0
@@ -65,7 +66,7 @@ class ServiceConfig:
     audit_file: str = ""
     """File to append the audit log to; empty: to the log, at any log_level."""
     lease_ttl_s: Annotated[float, Meta(ge=2, le=300)] = 5.0
-    """Time that a dead process stays in discovery."""
+    """Time for which a dead process stays in discovery."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     """Longest wait for work in flight when the process stops."""
     key_file: str = ""
@@ -86,7 +87,7 @@ class ServiceConfig:
     """Start although settings that must be equal differ from those of running instances, while a
     change is rolled out; the log names them."""
     clock_tolerance_s: Annotated[float, Meta(ge=0, le=604_800)] = CLOCK_TOLERANCE_S
-    """Time after its expiry in which a token is accepted, for hosts whose clocks differ."""
+    """Time for which services accept a token after its expiry, because clocks of hosts differ."""
     tracing: TracingSettings = field(default_factory=TracingSettings)
 
     @classmethod

@@ -12,7 +12,7 @@ MOST_NAMES = 32
 
 
 def named_rewards(trajectory: pb.Trajectory) -> tuple[tuple[str, float], ...]:
-    """Name and value of each reward of a trajectory, but of what agents say of themselves."""
+    """Name and value of each reward of a trajectory, without those of kind agent."""
     counted = [one for one in trajectory.rewards if one.kind != pb.REWARD_KIND_AGENT]
     return tuple((one.name, one.value) for one in counted)
 
