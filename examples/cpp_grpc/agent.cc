@@ -55,7 +55,7 @@ std::shared_ptr<grpc::ChannelCredentials> Credentials() {
 std::shared_ptr<grpc::Channel> Connect() {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  // A gateway that is busy or restarting is asked again; chat samples anew then, which is fine.
+  // Retries while the gateway is busy or restarts; chat then samples again, which is fine.
   arguments.SetServiceConfigJSON(R"({"methodConfig": [{
       "name": [{"service": "forge.v1.GatewayService"}],
       "retryPolicy": {"maxAttempts": 5, "initialBackoff": "0.1s", "maxBackoff": "2s",

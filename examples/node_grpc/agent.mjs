@@ -33,7 +33,7 @@ function connect() {
     enums: String,
   });
   const { GatewayService } = grpc.loadPackageDefinition(definition).forge.v1;
-  // A gateway that is busy or restarting is asked again; chat samples anew then, which is fine.
+  // Retries while the gateway is busy or restarts; chat then samples again, which is fine.
   const retryPolicy = {
     maxAttempts: 5,
     initialBackoff: "0.1s",

@@ -19,16 +19,17 @@ class TensorRtLlmSettings:
     expert_parallel: Annotated[int, Meta(ge=0, le=1024)] = 0
     """GPUs that share the experts of a mixture of experts; 0: the library's choice."""
     gpu_memory_share: Annotated[float, Meta(gt=0, lt=1)] = 0.9
-    """Share of the GPU memory left by the weights that keys and values take."""
+    """Share of the GPU memory that the weights leave free, for keys and values."""
     kv_dtype: Literal["auto", "fp8", "nvfp4"] = "auto"
     """Type of keys and values; auto: that of the checkpoint. The type of the weights is the
     checkpoint's."""
     host_cache_mib: Annotated[int, Meta(ge=0)] = 0
-    """Host memory for cached keys and values that leave the GPU, MiB."""
+    """Host memory for cached keys and values evicted from the GPU, MiB."""
     cached_tokens: Annotated[int, Meta(ge=0)] = 1_000_000
     """Tokens that routers expect in the prefix cache; the library chooses its size by itself."""
     cache_events: Annotated[int, Meta(ge=0)] = 65_536
-    """Cache events that may wait to be read; 0: routers estimate the cached blocks."""
+    """Most cache events that wait for the worker; 0: no events, and routers estimate the cached
+    blocks."""
     transceiver: Literal["NIXL", "UCX", "MOONCAKE"] = "NIXL"
     """Transport of keys and values from prefill to decode, in the roles prefill and decode."""
     transfer_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -36,14 +37,14 @@ class TensorRtLlmSettings:
     cuda_graphs: bool = True
     """Run decode steps as CUDA graphs."""
     mtp_layers: Annotated[int, Meta(ge=0, le=8)] = 0
-    """The checkpoint's own layers that draft tokens (MTP) to use; Forge's draft heads are not
-    served."""
+    """Number of the checkpoint's own MTP layers that draft tokens; 0: none. The engine does not
+    serve Forge's draft heads."""
     update_bucket_mib: Annotated[int, Meta(ge=1)] = 1024
     """Weights that one step of an update copies to each GPU at once, MiB."""
     update_dir: str = "/dev/shm"
     """Directory for the weights of an update, which all ranks see; it needs room for one model."""
     update_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
-    """Longest update of the weights in the engine; then the engine starts again."""
+    """Longest time of a weight update in the engine; then the engine restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,5 +52,5 @@ class VllmSettings:
     """vLLM."""
 
     hand_off: Literal["copy", "nixl"] = "copy"
-    """Way of keys and values from prefill to decode, in these roles: copy (through the workers), or
-    nixl (from GPU to GPU, by vLLM's NixlConnector; needs the package nixl)."""
+    """Way of keys and values from prefill to decode: copy (through the workers), or nixl (from GPU
+    to GPU, by vLLM's NixlConnector; needs the package nixl)."""

@@ -138,7 +138,7 @@ class Retention:
             try:
                 await self.sweep()
             except ForgeError as error:
-                log.warning("retention_put_off", error=str(error))
+                log.warning("retention_delayed", error=str(error))
             except Exception:
                 # A failed sweep must not stop later ones: the disk would fill up.
                 log.exception("sweep_crashed")

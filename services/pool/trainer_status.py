@@ -29,5 +29,5 @@ async def trainer_statuses(
                     trainer_pb2.GetTrainerStatusRequest(), timeout=_ASK_TRAINER_S
                 )
         except ForgeError as error:
-            log.debug("trainer_not_asked", trainer=instance.instance_id, error=str(error))
+            log.debug("trainer_not_reached", trainer=instance.instance_id, error=str(error))
         yield status

@@ -114,7 +114,7 @@ class Evaluator:
         if self._work is None or left is None:
             return
         await cancel_and_wait(self._work)
-        log.info("evaluation_left", step=left.step, tag=left.tag)
+        log.info("evaluation_left_running", step=left.step, tag=left.tag)
 
     def tag(self, step: int) -> str:
         """The tag of the groups that evaluate `step`, which is in the record, or 0."""
@@ -156,7 +156,7 @@ class Evaluator:
         self._waiting = deque(due for due in self._waiting if due.step <= step)
         self._skipped = [skipped for skipped in self._skipped if skipped <= step]
         if self._work is not None and self._current is not None and self._current.step > step:
-            log.info("evaluation_taken_back", step=self._current.step, tag=self._current.tag)
+            log.info("evaluation_removed", step=self._current.step, tag=self._current.tag)
             self._work.cancel()
             self._work = self._current = None
             self._show(False)

@@ -146,7 +146,7 @@ async def test_states_travel_behind_the_blocks_of_an_early_hand_off(model_path: 
 
 @pytest.mark.parametrize("recompute", [False, True])
 async def test_swap_drops_the_states_of_other_weights(model_path: Path, recompute: bool) -> None:
-    """A running answer keeps its states, or is sent back; later prompts begin anew."""
+    """A running answer keeps its states, or is sent back; later prompts use no older state."""
     ids, long = prompt_ids(40), replace(GREEDY, max_tokens=60)
     newer = reference("qwen3_next", seed=1)
     async with engines.embedded_both(model_path, recompute_on_update=recompute) as pair:

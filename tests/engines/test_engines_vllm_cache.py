@@ -113,11 +113,11 @@ async def test_lost_events_are_sent_again(pair: Pair, monkeypatch: pytest.Monkey
     await cached.become(*prompts, later)
 
 
-async def test_events_lost_for_good_begin_the_report_anew(
+async def test_events_lost_for_good_restart_the_report(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is known that may be gone; a prompt that is asked for again is known again, though
-    vLLM stores none of its blocks anew."""
+    vLLM stores none of its blocks again."""
     cached = Cached(pair)
     one, other, third, last = (prompt_ids(TOKENS, seed=seed) for seed in range(20, 24))
 

@@ -157,11 +157,11 @@ async def test_replicas_continue_on_an_older_etcd(
         await restore(own_etcd, tmp_path / "snapshot", coordinator)
         await own_etcd.end_leases(cluster, killed)
 
-        async def led_anew() -> bool:
+        async def led_again() -> bool:
             found = await ReplicaSet.read(coordinator, "s0")
             return found is not None and found.fence > before.fence and await two_copies()
 
-        await until(led_anew)
+        await until(led_again)
         await put("third")
         await shard.kill_leader()
         client = await shard.client()

@@ -327,13 +327,13 @@ async def test_lost_worker_ends_its_calls_at_once(rpc_name: str, lost: str) -> N
         one.silent.add(worker.address)
         one.lose(lost)
         async with asyncio.timeout(30):
-            # A moved answer begins anew at 0 in this worker.
+            # A moved answer begins at 0 in this worker.
             assert len(await running) == 200
         assert await one.running() == [0, 0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answer_that_no_engine_can_resume_begins_anew(stream: bool) -> None:
+async def test_answer_that_no_engine_can_resume_is_resampled(stream: bool) -> None:
     """A worker is lost in the middle of an answer with penalties, and those that are left count
     them only from the first token. Unsent tokens are dropped, and the answer is whole; a caller
     that has tokens gets an error at once, which a retry cures."""
@@ -345,8 +345,8 @@ async def test_answer_that_no_engine_can_resume_begins_anew(stream: bool) -> Non
         draws="stream",
         penalties=True,
     )
-    worker, anew = Worker(), STARTED_OVER.labels("penalties")
-    before = anew._value.get()
+    worker, resampled = Worker(), STARTED_OVER.labels("penalties")
+    before = resampled._value.get()
     async with routed(worker, capabilities=able.encode()) as one:
         worker.freezes = "Decode"
         run = one.run(most=200, stream=stream, presence_penalty=0.5)
@@ -363,7 +363,7 @@ async def test_answer_that_no_engine_can_resume_begins_anew(stream: bool) -> Non
             else:
                 assert await running == list(range(200))
         assert await one.running() == [0, 0]
-    assert anew._value.get() == before + (not stream)
+    assert resampled._value.get() == before + (not stream)
 
 
 async def test_refused_ability_is_an_error_at_once_without_another_engine() -> None:

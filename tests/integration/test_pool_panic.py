@@ -31,7 +31,9 @@ async def test_panic_ends_the_process_and_loses_no_acknowledged_write(
         refusals = await refusals_until_it_ends(pool, client)
         assert pool.wait()[0] == 1
         assert refusals <= {ResourceExhausted, Unavailable}
-        (failure,) = [line for line in log_lines(pool.log_path) if line["event"] == "service_fails"]
+        (failure,) = [
+            line for line in log_lines(pool.log_path) if line["event"] == "service_part_failed"
+        ]
         assert "MDB_PANIC" in failure["error"]
         await client.close()
 

@@ -237,9 +237,9 @@ async def test_deposed_leader_acknowledges_no_write(shard):
             await late
         listed = {one.group.task.task_id for one in await successor.groups()}
         assert listed == {"before", "in-both", "after"}
-        # What was told by the one is nothing to the other.
-        (anew, *told) = await successor.groups(since=begin.begin.mark)
-        assert (anew.begin.changes_only, len(told)) == (False, 3)
+        # A mark of one replica has no meaning for the other.
+        (begin_again, *changed) = await successor.groups(since=begin.begin.mark)
+        assert (begin_again.begin.changes_only, len(changed)) == (False, 3)
         assert await asyncio.to_thread(frozen.wait) == 0
     finally:
         frozen.kill()

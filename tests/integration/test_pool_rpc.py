@@ -207,8 +207,8 @@ async def test_scan_by_mark_lists_later_changes(start, pool):
     assert len(await client.groups(since=late.begin.mark)) == 1
     pool.kill()
     client = await start()
-    anew, *listed = await client.groups(since=late.begin.mark)
-    assert (anew.begin.changes_only, len(listed)) == (False, 600)
+    begin_again, *listed = await client.groups(since=late.begin.mark)
+    assert (begin_again.begin.changes_only, len(listed)) == (False, 600)
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ async def test_actor_with_too_many_crashes_ends_the_process_with_1(
     (instance,) = await coordinator.discover("echo").wait(timeout_s=START_S)
     await say(instance.address, "break")
     assert await process.ended() == 1
-    assert "service_fails" in process.events()
+    assert "service_part_failed" in process.events()
     assert process.events()[-1] == "stopped"
 
 

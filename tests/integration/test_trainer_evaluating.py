@@ -173,7 +173,7 @@ async def test_stop_does_not_wait_for_an_evaluation(
     await until(in_flight)
     assert await asyncio.to_thread(trainer.terminate) == 0
     (group,) = await forge.groups()
-    (left,) = trainer.logged("evaluation_left")
+    (left,) = trainer.logged("evaluation_left_running")
     assert (left["step"], left["tag"]) == (0, group.group.task.tag)
 
 

@@ -281,7 +281,7 @@ class ThreadCell(Cell):
             self.loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             # The loop is closed.
-            log.debug("actor_outlived_its_loop", actor=self.name)
+            log.debug("actor_loop_closed", actor=self.name)
 
 
 def _weight(actor: ThreadActor, envelopes: list[Envelope]) -> int:

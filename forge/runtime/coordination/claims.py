@@ -165,7 +165,7 @@ class Claim:
             if give_up_s is None:
                 # Twice, as etcd extends leases when another member leads it.
                 give_up_s = now_s + 2 * fields.get("ttl_s", _UNKNOWN_TTL_S) + 1
-                log.info("waits_for_holder", key=self._key)
+                log.info("waiting_for_holder", key=self._key)
             owner = _owner(fields)
             if now_s >= give_up_s or (owner is not None and owner.is_here):
                 raise Conflict(self._taken(fields))

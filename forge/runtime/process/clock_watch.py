@@ -75,7 +75,7 @@ class ClockWatch:
         """Log each wrong clock once."""
         for clock, line in zip(found.off, found.lines(), strict=True):
             if clock.name not in self._known_off:
-                log.warning("clock_off", offset_s=clock.offset_s, clock=line, remedy=REMEDY)
+                log.warning("clock_wrong", offset_s=clock.offset_s, clock=line, remedy=REMEDY)
         self._known_off = frozenset(clock.name for clock in found.off)
 
 

@@ -374,7 +374,7 @@ class _Process:
 
     def _fail(self, name: str, error: BaseException) -> None:
         self._failure = self._failure or error
-        log.error("service_fails", part=name, error=repr(error))
+        log.error("service_part_failed", part=name, error=repr(error))
         self._stopping.set()
 
     async def _drain(self) -> None:

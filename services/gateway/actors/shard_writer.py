@@ -359,7 +359,7 @@ class ShardWriter(Actor):
         backlog = self._backlog
         if response.status_code in _RETRYABLE:
             if not backlog.rejection:
-                log.warning("turns_put_off", pool_shard=backlog.pool_shard, error=response.error)
+                log.warning("turns_delayed", pool_shard=backlog.pool_shard, error=response.error)
             backlog.rejection = response.error
             asyncio.get_running_loop().call_later(_RETRY_S, self._resend, response.sequence)
             return

@@ -36,7 +36,7 @@ class Purger:
         while True:
             pending = await self.pending()
             if pending and pending != failure:
-                log.warning("purge_put_off", pool_shard=self._store.shard, error=pending)
+                log.warning("purge_delayed", pool_shard=self._store.shard, error=pending)
             failure = pending
             await asyncio.sleep(PERIOD_S)
 

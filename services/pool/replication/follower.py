@@ -79,7 +79,7 @@ class Following:
 
     async def _follow_leader(self) -> None:
         leader, stub = await self.leader()
-        log.info("follows", pool_shard=self._store.shard, leader=leader.instance_id)
+        log.info("follower_started", pool_shard=self._store.shard, leader=leader.instance_id)
         state = await self._readers.run(lambda: self._store.read(self._state))
         state.address = await self._own_address()
         stream: Any = stub.Follow()

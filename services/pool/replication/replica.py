@@ -239,7 +239,7 @@ class Replica:
         self._leader = leader
         await leader.begin()
         LEADS.set(1)
-        log.info("leads", pool_shard=self._store.shard, fence=leadership.fence)
+        log.info("leader_started", pool_shard=self._store.shard, fence=leadership.fence)
         await self._on_lead()
         self._context.set_ready()
         verify = self._self_repair.verify(every_s=self._config.replication.verify_every_s)

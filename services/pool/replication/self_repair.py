@@ -90,7 +90,7 @@ class SelfRepair:
                 for unit in damaged:
                     await self._repaired(unit)
             except ForgeError as error:
-                log.warning("verify_put_off", table=table.value, error=str(error))
+                log.warning("verify_delayed", table=table.value, error=str(error))
                 return
             if not after:
                 return
@@ -111,7 +111,7 @@ class SelfRepair:
                         REPAIRS.labels("repaired").inc(changed)
                         log.warning("index_mended", pool_shard=self._store.shard, entries=changed)
                 except ForgeError as error:
-                    log.warning("verify_put_off", table=table.value, error=str(error))
+                    log.warning("verify_delayed", table=table.value, error=str(error))
                     return
                 if not after:
                     break

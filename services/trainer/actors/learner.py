@@ -211,7 +211,9 @@ class LearnerActor(ThreadActor):
             log.error("checkpoint_damaged", path=str(checkpoint.path), error=repr(error))
             return None
         if self._reading(Examine(directory=checkpoint.path)):
-            log.error("checkpoint_damaged", path=str(checkpoint.path), error="of its files")
+            log.error(
+                "checkpoint_damaged", path=str(checkpoint.path), error="a rank found a damaged file"
+            )
             return None
         return kept
 

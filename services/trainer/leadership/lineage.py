@@ -156,7 +156,7 @@ class Lineage:
             record, _ = await self._read_patiently()
             if record is not None and record.fence > self.began_fence:
                 return
-            log.info("leads_again", fence=self._leadership.fence)
+            log.info("leadership_regained", fence=self._leadership.fence)
 
     async def resign(self) -> None:
         """Let a standby begin at once."""
@@ -192,7 +192,7 @@ class Lineage:
             if not _is_former(checkpoint, record):
                 self._refuse_other(record, checkpoint)
                 return
-            log.warning("former_checkpoint", step=checkpoint.step, fence=checkpoint.fence)
+            log.warning("checkpoint_set_aside", step=checkpoint.step, fence=checkpoint.fence)
             store.set_aside(checkpoint)
         self._refuse_other(record, None)
 

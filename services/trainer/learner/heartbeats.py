@@ -141,7 +141,7 @@ class Silence:
 
 def end_rank(reason: str, *, rank: int) -> None:
     """End this process with one line, which torchrun reports."""
-    log.error("rank_ended", rank=rank, because=reason)
+    log.error("rank_ended", rank=rank, reason=reason)
     report_failure(reason)
     sys.stderr.flush()
     os._exit(1)

@@ -272,7 +272,7 @@ def _follow(config: TrainerConfig, join_others: Callable[[], tuple[World, Store]
         _obey(config, world, store)
     except RankLost as consequence:
         cause = store.get(_FAILURE).decode() if store.check([_FAILURE]) else str(consequence)
-        log.warning("rank_ended", rank=world.rank, because=cause)
+        log.warning("rank_ended", rank=world.rank, reason=cause)
     except Exception as error:
         rank = world.rank
         expected = isinstance(error, ForgeError)  # its message is enough

@@ -84,7 +84,7 @@ class WildAgent:
         return [user(self.text())]
 
     def careless(self, message: Message) -> Message:
-        """An answer as agents send it back: without reasoning, trimmed, arguments spelt anew."""
+        """An answer as agents send it back: no reasoning, trimmed, arguments formatted again."""
         if message.role != "assistant":
             return message
         calls = tuple(

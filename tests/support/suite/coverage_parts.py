@@ -1,7 +1,7 @@
 """`make coverage`: measures the default suite part by part, and combines the parts.
 
 Owns the parts and their files in `.coverage-parts/`. An interrupted measurement continues with the
-next part; a part with a failed test is measured again. A change of the code starts all anew.
+next part; a part with a failed test is measured again. A change of the code restarts all parts.
 """
 
 from __future__ import annotations

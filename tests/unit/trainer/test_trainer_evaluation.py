@@ -159,7 +159,7 @@ async def test_stopped_evaluation_is_left_to_the_next_start(run: Run, system: Sy
     with structlog.testing.capture_logs() as logged:
         await run.evaluator.stop()
     (tag,) = {task.tag for task in system.tasks.values()}
-    assert [(line["event"], line["tag"]) for line in logged] == [("evaluation_left", tag)]
+    assert [(line["event"], line["tag"]) for line in logged] == [("evaluation_left_running", tag)]
     run.steps(2)
     await settle()
     assert len(system.tasks) == 2

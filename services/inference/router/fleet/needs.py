@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Worker)
 
 
 class CannotContinue(Unavailable):
-    """No engine that is present can resume this answer, and some can begin it anew."""
+    """No present engine can resume this answer, and some can sample it again from the start."""
 
     def __init__(self, message: str, *, may_return: bool) -> None:
         """`may_return`: a worker that could has left a short time ago."""

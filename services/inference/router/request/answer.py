@@ -104,7 +104,7 @@ class Answer:
         self.is_sent = self.is_sent or bool(unsent)
         return list(split(joined(unsent)))
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Drop all tokens; only while the caller has none."""
         assert not self.is_sent, "the caller has tokens"
         self._sampled, self._unsent, self._engine, self.version = b"", [], None, 0

@@ -115,7 +115,7 @@ class Run:
             except MOVES as error:
                 if isinstance(error, CannotContinue):
                     if not self._answer.is_sent:
-                        self._begin_anew(error)
+                        self._resample(error)
                         continue
                     if not error.may_return:
                         raise
@@ -125,7 +125,7 @@ class Run:
                 if now_s - failing_s >= self._config.router.worker_wait_s or self._left_s() <= 0:
                     raise self._gave_up(error) from error
                 log.debug(
-                    "request_moves",
+                    "request_moved",
                     request_id=self._request_id,
                     sampled_tokens=self._answer.tokens,
                     error=str(error),
@@ -147,16 +147,16 @@ class Run:
             config=self._config,
         )
 
-    def _begin_anew(self, error: CannotContinue) -> None:
+    def _resample(self, error: CannotContinue) -> None:
         """Sample the answer again from its first token: no engine that is left can resume it."""
         STARTED_OVER.labels(self._answer.needs.unresumed).inc()
         log.info(
-            "answer_begins_anew",
+            "answer_resampled",
             request_id=self._request_id,
             dropped_tokens=self._answer.tokens,
             error=str(error),
         )
-        self._answer.begin_anew()
+        self._answer.reset()
 
     def _gave_up(self, error: ForgeError) -> ForgeError:
         kind = ResourceExhausted if isinstance(error, ResourceExhausted) else Unavailable

@@ -34,7 +34,7 @@ def test_turn_keeps_the_experts_that_earlier_turns_lack(
 
 
 def test_answer_collects_the_experts_of_its_responses() -> None:
-    """Also from responses without tokens; sampled again, it begins anew."""
+    """Also from responses without tokens; a resampled answer drops earlier records."""
     request = TurnRequest(
         prompt_ids=int32_bytes([1, 2]),
         sampling=common_pb2.SamplingParams(max_tokens=9),

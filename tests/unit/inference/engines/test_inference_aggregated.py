@@ -95,7 +95,7 @@ async def test_two_calls_give_the_whole_stream(step: int, stream: bool) -> None:
     await both.idle()
 
 
-async def test_decode_without_a_held_stream_reads_anew() -> None:
+async def test_decode_without_a_held_stream_reads_the_prompt_again() -> None:
     """Behind the first token, with what is left of the request; an engine that cannot resume it
     refuses, so that the router moves it."""
     engine = Counting()

@@ -1,4 +1,4 @@
-"""Changes of a prefix cache: joined for a reader, all anew for one that fell behind."""
+"""Changes of a prefix cache: joined for a reader, the whole content for one that fell behind."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ async def test_block_that_was_removed_and_stored_again_is_stored() -> None:
         assert await anext(changes) == CacheChange(stored=(A,), removed=(B,))
 
 
-async def test_reader_that_fell_behind_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the whole content."""
+async def test_reader_that_fell_behind_gets_the_whole_content(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All blocks replace the changes that it missed."""
     monkeypatch.setattr(cache_log, "_KEPT", 2)
     log = CacheLog()
     async with aclosing(log.changes()) as changes:
@@ -41,7 +43,7 @@ async def test_reader_that_fell_behind_begins_anew(monkeypatch: pytest.MonkeyPat
         assert await anext(changes) == CacheChange(stored=(A, B, C), anew=True)
 
 
-async def test_clearance_makes_a_reader_begin_anew() -> None:
+async def test_clearance_sends_a_reader_the_whole_content() -> None:
     """Also one that has read nothing since."""
     log = CacheLog()
     log.stored([A])
@@ -99,7 +101,7 @@ async def test_reader_of_an_idle_cache_costs_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_large_change_travels_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removals come first, and the first message alone begins anew."""
+    """Removals come first; only the first message replaces the earlier content."""
     monkeypatch.setattr(kv_codec, "_MOST_CHAINS", 2)
     change = CacheChange(removed=(A, B, C), stored=(A, B, C), anew=True)
     read = [kv_codec.read_cache_change(one) for one in kv_codec.write_cache_change(change)]

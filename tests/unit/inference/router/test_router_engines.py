@@ -356,7 +356,7 @@ async def test_canary_never_costs_an_answer() -> None:
 
 
 def test_answer_names_its_engines_in_order() -> None:
-    """An engine that continues its own tokens counts once; an answer that begins anew forgets."""
+    """An engine that continues its own tokens counts once; a resampled answer forgets."""
     request = pb.SampleRequest(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=9))
     answer = Answer(
         request, Prompt(request_id="r", ids=PROMPT, sampling=PLAIN), context_tokens=1000
@@ -365,5 +365,5 @@ def test_answer_names_its_engines_in_order() -> None:
     for able in (STREAM, STREAM, EMBEDDED, STREAM, None):
         answer.take(token, engine(able))
     assert answer.engine == "stream+embedded+stream+unknown"
-    answer.begin_anew()
+    answer.reset()
     assert (answer.engine, answer.tokens, answer.needs) == ("", 0, Needs(sampling=PLAIN))

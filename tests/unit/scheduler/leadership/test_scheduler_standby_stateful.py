@@ -225,7 +225,7 @@ class StandbyMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.known) > 2)
     @rule(joins=st.booleans())
     def take_office(self, joins: bool) -> None:
-        """With both shards, or with one that the other joins. And stand by anew.
+        """With both shards, or with one that the other joins. Then stand by again.
 
         A term of a standby's copies, and one that scans what is pending and the newest settled
         groups, count what a term counts that reads every group of shards that cannot count.

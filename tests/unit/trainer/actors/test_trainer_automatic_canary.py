@@ -94,7 +94,7 @@ async def test_version_out_of_bounds_is_rolled_back(
 
 
 async def test_killed_trainer_continues_its_canary(tmp_path: Path) -> None:
-    """The hold is in etcd and on disk; the judgement begins anew with the next batches, and a
+    """The hold is in etcd and on disk; the judgement restarts with the next batches, and a
     rejected version stays rejected."""
     register = FakeRegister()
     await begun(trainer_in(tmp_path, register))

@@ -91,7 +91,7 @@ async def test_restarted_trainer_serves_the_held_versions(tmp_path: Path) -> Non
 
 
 async def test_damaged_held_version_is_not_served(tmp_path: Path) -> None:
-    """One byte differs: the trainer starts without it, and says so by refusing to hold it anew."""
+    """One byte differs: the trainer starts without it, and says so by refusing to hold it again."""
     register, directory = FakeRegister(), tmp_path / "held"
     trainer = SteeredTrainer(register, directory)
     await trainer.publish(1, 2)

@@ -200,7 +200,7 @@ def test_failed_rank_is_named_with_its_error(model_path: Path, tmp_path: Path) -
     actor.stopped()
     told = {one["rank"]: one for one in map(json.loads, log.read_text().splitlines())}
     assert told[1]["event"] == "rank_failed" and "failing_loss.py" in told[1]["exception"]
-    assert told[2]["event"] == "rank_ended" and told[2]["because"] == said
+    assert told[2]["event"] == "rank_ended" and told[2]["reason"] == said
 
 
 def test_out_of_memory_on_one_rank_cuts_the_batch_on_both(

@@ -276,7 +276,7 @@ def test_new_member_of_etcd_restarts_no_other_one(tmp_path: Path) -> None:
 
 
 def test_second_render_changes_nothing(tmp_path: Path) -> None:
-    """No file is written again, no secret made anew."""
+    """No file is written again, no secret is replaced."""
     rendered(TWO_HOSTS, tmp_path / "out")
     before = snapshot(tmp_path / "out")
     again = rendered(TWO_HOSTS, tmp_path / "out")

@@ -82,7 +82,7 @@ async def test_equal_tokens_of_two_salts_leave_with_the_last() -> None:
     assert await feed.present() == set()
 
 
-async def test_gap_begins_anew() -> None:
+async def test_gap_repeats_the_whole_content() -> None:
     """What came before a lost event is unknown, and so is what continues it."""
     feed = Feed()
     feed.store(None, h1=[0, 1, 2, 3])
@@ -102,8 +102,8 @@ async def test_moves_between_levels_change_nothing() -> None:
     assert await feed.present() == chains([0, 1, 2, 3])
 
 
-async def test_restarted_engine_begins_anew_without_a_gap() -> None:
-    """Its event ids begin anew, too."""
+async def test_restarted_engine_repeats_the_content_without_a_gap() -> None:
+    """Its event ids begin at 0 again, too."""
     feed = Feed()
     feed.store(None, h1=[0, 1, 2, 3])
     feed.events.restarted()

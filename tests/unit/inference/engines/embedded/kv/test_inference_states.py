@@ -86,7 +86,7 @@ def test_sequences_keep_their_states_while_others_leave() -> None:
 
 
 def test_prompt_goes_on_from_the_deepest_cached_states() -> None:
-    """Blocks behind them are computed anew; states leave with their block, with a clear, and when
+    """Blocks behind them are computed again; states leave with their block, with a clear, and when
     there are too many, the least recently used first."""
     states, tokens = 2, 12
     capacity = states * (STATES.bytes + 512 * SHAPE.token_bytes)
