@@ -45,7 +45,7 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.support.device_programs import (
+from benchmarks.support.inference.device_programs import (
     SHAPES,
     Engine,
     Generate,

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.support.model_families import QUICK, Family, Finding, examine, families
+from benchmarks.support.inference.model_families import QUICK, Family, Finding, examine, families
 from benchmarks.support.report import arguments, keep
 from forge.rl.model.capabilities import one_line
 from services.inference.engines.embedded.family_check import Verdict

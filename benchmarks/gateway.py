@@ -6,7 +6,7 @@ Everything stands on loopback before the same mock upstream, which answers 32 to
 or 32, 256 or 2,048 tokens one by one every 10 ms, as an engine streams them, and is measured in
 interleaved rounds; medians count. The gateway does its whole work: token, tree
 of contexts, template, tokenizer, record in a real pool, stream. Peers come from `make bench-peers`
-and are left out where they are not installed; `benchmarks/support/gateway_targets.py` says what
+and are left out where they are not installed; `benchmarks/support/gateway/targets.py` says what
 each of them does. Work is counted in CPU seconds of the process in front, since the machine is
 shared with the load, the upstream and the pool.
 """
@@ -25,10 +25,10 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.support.chat_load import QUESTION, Agent, Load, Target, drive, new_client
 from benchmarks.support.cpu import cpu_s, rss_bytes
-from benchmarks.support.gateway_targets import Targets, answer_of, start_targets
-from benchmarks.support.mock_upstream import LENGTHS, max_tokens_for
+from benchmarks.support.gateway.chat_load import QUESTION, Agent, Load, Target, drive, new_client
+from benchmarks.support.gateway.mock_upstream import LENGTHS, max_tokens_for
+from benchmarks.support.gateway.targets import Targets, answer_of, start_targets
 from benchmarks.support.report import arguments, keep, show
 from services.gateway.http.openai.completions import chat_schema
 from services.gateway.http.request_fields import request_body

@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
-from benchmarks.support.inference_workloads import (
+from benchmarks.support.inference.workloads import (
     WORKLOADS,
     Ask,
     Workload,
@@ -53,7 +53,7 @@ SERVICES = ("service", "service_two")
 
 
 class Child:
-    """One program; see `benchmarks.support.inference_child` for what it reads and writes."""
+    """One program; see `benchmarks.support.inference.child` for what it reads and writes."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
         self.name = name
@@ -118,10 +118,10 @@ def children(
 def _command(name: str, model: Path, work: Workload) -> list[str]:
     options = ["--model", str(model), "--dtype", work.dtype]
     if name == "vllm":
-        script = str(Path(__file__).parent / "support" / "vllm_peer.py")
+        script = str(Path(__file__).parent / "support" / "inference" / "vllm_peer.py")
         return [str(VLLM), script, *options, "--context", "2048"]
     kind, _, uncached = name.partition(":")
-    argv = [sys.executable, "-m", "benchmarks.support.inference_child", kind, *options]
+    argv = [sys.executable, "-m", "benchmarks.support.inference.child", kind, *options]
     return [*argv, "--cache-mib", "0"] if uncached else argv
 
 

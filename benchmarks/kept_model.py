@@ -31,12 +31,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.support.held_out_answers import (
+from benchmarks.support.report import arguments, keep
+from benchmarks.support.training.held_out_answers import (
     answer_logprobs,
     by_domain,
     read_held_out,
 )
-from benchmarks.support.report import arguments, keep
 from services.trainer.checkpoint.reading import master_weights
 
 QUICK_PROMPTS = 8

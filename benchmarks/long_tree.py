@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.support.device_numbers import device_clock
 from benchmarks.support.report import arguments, keep
-from benchmarks.support.training_ways import SHAPES as MEASURED
-from benchmarks.support.training_ways import Bench
-from benchmarks.support.tree_workloads import turns
+from benchmarks.support.training.device_numbers import device_clock
+from benchmarks.support.training.tree_workloads import turns
+from benchmarks.support.training.ways import SHAPES as MEASURED
+from benchmarks.support.training.ways import Bench
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.model.capabilities import layer_elements
 from forge.rl.model.head_logprobs import kept_elements, table_rows

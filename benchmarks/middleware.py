@@ -25,8 +25,8 @@ from typing import Any
 import uvloop
 from aiohttp import ClientSession
 
-from benchmarks.support.chat_load import Agent, Target, new_client
-from benchmarks.support.middleware_stack import Middleware, start_middleware
+from benchmarks.support.gateway.chat_load import Agent, Target, new_client
+from benchmarks.support.gateway.middleware_stack import Middleware, start_middleware
 from benchmarks.support.report import arguments, keep, show
 from forge.agents.rollout import RolloutResult
 from forge.agents.runner import Runner

@@ -5,7 +5,7 @@
 Turns of 16 KB, four columns of numbers, go over loopback into one process and are read back, in
 interleaved rounds; each round gives the ratios, and their medians count. Forge and Redis have four
 producers with 64 or 256 records unanswered each, TransferQueue one with 16, 64 or 256 a batch, and
-the best of its medians stands for each. `benchmarks/support/pool_targets.py` says what an answer of
+the best of its medians stands for each. `benchmarks/support/pool/targets.py` says what an answer of
 each means. Seconds include the load, which is Python everywhere.
 
 The time to open a shard is measured at growing numbers of small turns, up to ten million (a few
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.support.pool_targets import Target, start_targets
+from benchmarks.support.pool.targets import Target, start_targets
 from benchmarks.support.report import arguments, keep, show
 from services.pool.data.commands import AppendTurns
 from services.pool.store import PoolStore

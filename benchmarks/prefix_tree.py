@@ -28,17 +28,23 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.support.device_numbers import device_clock, peak_gb, profile, rates, step_numbers
 from benchmarks.support.report import arguments, keep
-from benchmarks.support.training_ways import (
+from benchmarks.support.training.device_numbers import (
+    device_clock,
+    peak_gb,
+    profile,
+    rates,
+    step_numbers,
+)
+from benchmarks.support.training.tree_workloads import Workload, device_workloads, make_workloads
+from benchmarks.support.training.trl_peer import HAS_TRL
+from benchmarks.support.training.ways import (
     SHAPES,
     UNSPLIT,
     Bench,
     has_prefix_grouper,
     packs_of,
 )
-from benchmarks.support.tree_workloads import Workload, device_workloads, make_workloads
-from benchmarks.support.trl_peer import HAS_TRL
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.model.compiled import compile_layers

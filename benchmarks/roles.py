@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.support.early_hand_off import measure_early
-from benchmarks.support.engine_costs import SHAPES
-from benchmarks.support.hand_off import measure_hand_off
+from benchmarks.support.inference.early_hand_off import measure_early
+from benchmarks.support.inference.engine_costs import SHAPES
+from benchmarks.support.inference.hand_off import measure_hand_off
 from benchmarks.support.report import arguments, keep, show
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_bytes

@@ -31,18 +31,18 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.support.engine_costs import SHAPES, measure
+from benchmarks.support.inference.engine_costs import SHAPES, measure
 from benchmarks.support.report import arguments, keep
-from benchmarks.support.routing_bounds import WEIGHTS, Clairvoyant, least_work_s
-from benchmarks.support.routing_rivals import (
+from benchmarks.support.routing.bounds import WEIGHTS, Clairvoyant, least_work_s
+from benchmarks.support.routing.rivals import (
     FewestRequests,
     HashOfGroup,
     HashOfSession,
     RoundRobin,
     Router,
 )
-from benchmarks.support.routing_simulation import Outcome, Placement, Simulation
-from benchmarks.support.routing_traffic import NAMES, Traffic, traffics
+from benchmarks.support.routing.simulation import Outcome, Placement, Simulation
+from benchmarks.support.routing.traffic import NAMES, Traffic, traffics
 
 RIVALS: dict[str, Callable[[int], Placement]] = {
     "round_robin": RoundRobin,

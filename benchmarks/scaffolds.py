@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.support.report import arguments, keep
-from benchmarks.support.scaffold_cell import CONDITIONS, Cell, Measured, run_cell
-from benchmarks.support.scaffold_results import (
+from benchmarks.support.scaffolds.cell import CONDITIONS, Cell, Measured, run_cell
+from benchmarks.support.scaffolds.results import (
     append,
     draw,
     finished,

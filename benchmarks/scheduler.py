@@ -34,8 +34,8 @@ from rich.table import Table
 from benchmarks.support.cpu import rss_bytes
 from benchmarks.support.report import arguments, keep
 from benchmarks.support.report import show as show_numbers
-from benchmarks.support.settled import measure_settled
-from benchmarks.support.takeover import MIN_GROUPS, measure_takeover
+from benchmarks.support.scheduler.settled import measure_settled
+from benchmarks.support.scheduler.takeover import MIN_GROUPS, measure_takeover
 from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Group, GroupSpec

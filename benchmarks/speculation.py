@@ -39,7 +39,7 @@ from random import Random
 
 import torch
 
-from benchmarks.support.drafting_policy import (
+from benchmarks.support.inference.drafting_policy import (
     HEADS,
     Engine,
     Policy,

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.support.report import arguments, keep, show
-from benchmarks.support.tree_workloads import VOCABULARY, turns
+from benchmarks.support.training.tree_workloads import VOCABULARY, turns
 from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.capabilities import Way

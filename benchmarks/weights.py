@@ -32,9 +32,9 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.support.grpc_floor import receive_stream, serve_stream
 from benchmarks.support.report import arguments, keep, show
-from benchmarks.support.weight_stream import (
+from benchmarks.support.weights.grpc_floor import receive_stream, serve_stream
+from benchmarks.support.weights.stream import (
     Started,
     cpu_of,
     follow_weights,
@@ -133,7 +133,7 @@ def _publish_to(publisher: Started, workers: list[Started]) -> None:
 
 def deltas(path: Path, *, steps: int) -> dict[str, float]:
     """Return the size of deltas by learning rate."""
-    from benchmarks.support.weight_deltas import delta_sizes
+    from benchmarks.support.weights.deltas import delta_sizes
 
     numbers: dict[str, float] = {}
     for learning_rate in LEARNING_RATES:
@@ -144,7 +144,7 @@ def deltas(path: Path, *, steps: int) -> dict[str, float]:
 
 def kept_kv(path: Path) -> dict[str, float]:
     """Return what `kv.on_update = keep` costs, by learning rate."""
-    from benchmarks.support.kv_on_update import keep_gap
+    from benchmarks.support.weights.kv_on_update import keep_gap
 
     numbers: dict[str, float] = {}
     for learning_rate in LEARNING_RATES:
@@ -156,9 +156,9 @@ def kept_kv(path: Path) -> dict[str, float]:
 def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, float]:
     """Measure the parts that need etcd."""
     # The processes that this one spawns import this module, too, and need no torch.
-    from benchmarks.support.weight_publication import publication_share
-    from benchmarks.support.weight_ranks import rank_publication
-    from benchmarks.support.weight_swaps import swaps
+    from benchmarks.support.weights.publication import publication_share
+    from benchmarks.support.weights.ranks import rank_publication
+    from benchmarks.support.weights.swaps import swaps
 
     mib, rounds = (64, 3) if quick else (256, 5)
     numbers: dict[str, float] = {}

@@ -3,10 +3,10 @@
     python -m benchmarks.window [--quick] [--concurrency N] [--only NAMES] [--steady] [--seed N,N]
                                 [--training T] [--json FILE] [--plot FILE] [--table FILE]
 
-The real core (`forge.core.queue.generation_queue`) with a simulated world around it, which
-`benchmarks/support/queue_simulation.py` describes. Half of each run is left out, so that figures
-are those of a steady state; the cold start, the waves (a queue that runs dry and is filled again)
-and a change of tasks in the middle are measured by themselves, from the first step on.
+The core is the real one (`forge.core.queue.generation_queue`); the world around it is simulated
+(`benchmarks/support/scheduler/queue_simulation.py`). Half of each run is left out, so figures are
+those of a steady state. The cold start, the waves (a queue that runs dry and is filled again) and a
+change of tasks in the middle are measured by themselves, from the first step on.
 
 N is 16 batches; the full size has N = 1024, `--quick` N = 256. The smaller the batch, the larger
 the divergence that chance alone gives it, which is printed too. With several seeds, each figure is
@@ -30,9 +30,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.support.queue_simulation import Drive, Outcome, Simulation, Workload
 from benchmarks.support.report import arguments, keep
-from benchmarks.support.window_settings import (
+from benchmarks.support.scheduler.queue_simulation import Drive, Outcome, Simulation, Workload
+from benchmarks.support.scheduler.window_settings import (
     FULL,
     ITEM,
     QUICK,

@@ -1,1 +1,1 @@
-"""What several benchmarks need: processes to measure, load, and clocks."""
+"""Shared parts of benchmarks: CPU clocks, processes and reports; a room for each subject."""

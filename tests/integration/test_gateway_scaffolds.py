@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.scaffold_agents.bare import Bare
-from benchmarks.support.scaffold_agents.careful import Careful
-from benchmarks.support.scaffold_agents.text import Text
+from benchmarks.support.scaffolds.agents.bare import Bare
+from benchmarks.support.scaffolds.agents.careful import Careful
+from benchmarks.support.scaffolds.agents.text import Text
 from forge.agents.environments import get_domain
 from forge.agents.rollout import Gateway, Rollout, Scaffold
 from forge.agents.scaffolds.blackbox import BlackBox

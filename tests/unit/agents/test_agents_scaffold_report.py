@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.scaffold_agents.text import calls_in
-from benchmarks.support.scaffold_cell import (
+from benchmarks.support.scaffolds.agents.text import calls_in
+from benchmarks.support.scaffolds.cell import (
     CONDITIONS,
     HELD_OUT,
     SCAFFOLDS,
@@ -19,7 +19,7 @@ from benchmarks.support.scaffold_cell import (
     eval_tasks,
     train_tasks,
 )
-from benchmarks.support.scaffold_results import append, draw, finished, numbers, read, table
+from benchmarks.support.scaffolds.results import append, draw, finished, numbers, read, table
 
 CELL = Cell(model="tiny", seed=1, condition="three scaffolds", steps=4, eval_tasks=3)
 LINE = Measured(

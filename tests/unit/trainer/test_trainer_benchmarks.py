@@ -8,9 +8,9 @@ import time
 import pytest
 
 from benchmarks import credit, prefix_tree
-from benchmarks.support.training_ways import Bench
-from benchmarks.support.tree_workloads import make_workloads
-from benchmarks.support.trl_peer import HAS_TRL
+from benchmarks.support.training.tree_workloads import make_workloads
+from benchmarks.support.training.trl_peer import HAS_TRL
+from benchmarks.support.training.ways import Bench
 
 MEASUREMENTS = 6
 """Of one step; the highest is its peak."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.trl_peer import HAS_TRL, bare_trainer
+from benchmarks.support.training.trl_peer import HAS_TRL, bare_trainer
 from forge.core.credit.advantages import AdvantageRules, GroupReturns, batch_advantages
 from forge.rl.algorithms import preset
 from tests.support.rl.models import tiny_model

@@ -1,6 +1,6 @@
 """Forge's objectives on merged trees equal TRL's on padded batches.
 
-TRL's own `_compute_loss` and its own log-probs run here (`benchmarks.support.trl_peer`).
+TRL's own `_compute_loss` and its own log-probs run here (`benchmarks.support.training.trl_peer`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.support.trl_peer import HAS_TRL, bare_trainer, fuse_head
+from benchmarks.support.training.trl_peer import HAS_TRL, bare_trainer, fuse_head
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.rl.config import Correction, LearnerConfig, ObjectiveConfig

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import families as command
-from benchmarks.support.model_families import (
+from benchmarks.support.inference.model_families import (
     NEEDED,
     VARIANTS,
     Family,
@@ -26,7 +26,7 @@ from benchmarks.support.model_families import (
     errors_of,
     short_samples,
 )
-from benchmarks.support.model_families import build as build_family
+from benchmarks.support.inference.model_families import build as build_family
 from forge.core.errors import InvalidArgument
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.capabilities import Way

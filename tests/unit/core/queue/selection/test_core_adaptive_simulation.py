@@ -11,8 +11,8 @@ from statistics import fmean
 import pytest
 from hypothesis import settings
 
-from benchmarks.support.queue_simulation import Outcome, Simulation
-from benchmarks.support.window_settings import (
+from benchmarks.support.scheduler.queue_simulation import Outcome, Simulation
+from benchmarks.support.scheduler.window_settings import (
     FULL,
     STATES,
     Size,

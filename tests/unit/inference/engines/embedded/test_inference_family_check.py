@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.model_families import Family, families
+from benchmarks.support.inference.model_families import Family, families
 from forge.core.errors import ConfigError
 from services.inference.engines.embedded.family_check import TOLERANCE, check, examine
 

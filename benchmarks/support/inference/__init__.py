@@ -1,0 +1,1 @@
+"""Workloads, peers and child processes of the benchmarks of inference."""

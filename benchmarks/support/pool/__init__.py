@@ -1,0 +1,1 @@
+"""Stores that `benchmarks.pool` measures: Forge and its peers."""

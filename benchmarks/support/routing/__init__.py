@@ -1,0 +1,1 @@
+"""Simulated workers, recorded traffic and rival placements of `benchmarks.routing`."""

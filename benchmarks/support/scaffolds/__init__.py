@@ -1,0 +1,1 @@
+"""Agents of `benchmarks.scaffolds`, and its table."""

@@ -1,0 +1,1 @@
+"""Clusters, queues and takeovers of the benchmarks of the scheduler."""

@@ -1,0 +1,1 @@
+"""Ways to train, workloads and peers of the benchmarks of the trainer."""

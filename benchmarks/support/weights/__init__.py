@@ -1,0 +1,1 @@
+"""Parts of `benchmarks.weights`: streams, ranks, deltas, swaps."""
