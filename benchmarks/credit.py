@@ -36,7 +36,7 @@ ALPHA = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What actions are worth, what the policy does, and how noisy process rewards are."""
+    """Values of actions, the policy, and the noise of process rewards."""
 
     worth_TA: np.ndarray
     probs_TA: np.ndarray
@@ -102,7 +102,7 @@ def roll_out(world: World, count: int) -> Rollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How turns are credited."""
+    """Way of crediting turns."""
 
     credit: Credit
     gamma: float = 1.0

@@ -1,4 +1,4 @@
-"""How each family of models is trained and served: `python -m benchmarks.families`.
+"""Training and serving of each family of models: `python -m benchmarks.families`.
 
 For every model type of transformers' mapping for causal language models, shrunken until a sequence
 of 60 tokens is beyond every window, chunk, index size and rotary threshold:
@@ -73,7 +73,7 @@ class Row:
 
 
 def serve(family: Family) -> Verdict:
-    """What the embedded engine makes of a family."""
+    """Findings of the embedded engine for a family."""
     try:
         return examine_serving(family.config())
     except Exception as error:
@@ -108,7 +108,7 @@ def markdown(findings: Mapping[str, Row]) -> str:
 
 
 def counts_of(findings: Mapping[str, Row]) -> str:
-    """How many families are trained in which way, and how many are served."""
+    """Numbers of families by way of training, and of families that are served."""
     counts = Counter(one.trained.way for one in findings.values())
     each = ", ".join(f"{counts[way]} {way}" for way in WAYS if counts[way])
     served = sum(not one.served.refusal for one in findings.values())

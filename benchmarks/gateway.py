@@ -1,4 +1,4 @@
-"""What the gateway costs: calls per CPU second, latency, growth with history, memory.
+"""Cost of the gateway: calls per CPU second, latency, growth with history, memory.
 
     python -m benchmarks.gateway [--quick] [--json FILE]
 
@@ -53,7 +53,7 @@ LONG_TEXT = QUESTION * 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How long to measure."""
+    """Duration of the measurement."""
 
     rounds: int
     seconds: float
@@ -125,7 +125,7 @@ async def compare(targets: Targets, size: Size) -> dict[str, float]:
 
 
 async def latency(targets: Targets, size: Size) -> dict[str, float]:
-    """What the gateway adds to an answer's time, at 16 answers at once."""
+    """Time that the gateway adds to an answer, at 16 answers at once."""
     quantiles: dict[str, list[tuple[float, float]]] = {}
     for round_ in range(size.rounds):
         for name in _rotated(["upstream", "forge", "floor", "proxy"], round_):

@@ -1,4 +1,4 @@
-"""What the model that a run keeps has learnt: `python -m benchmarks.kept_model RUN...`.
+"""Skill of the model that a run keeps: `python -m benchmarks.kept_model RUN...`.
 
     [--quick] [--json FILE]
 

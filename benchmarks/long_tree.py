@@ -59,7 +59,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """What of a relayed tree decides its memory."""
+    """Properties of a relayed tree that determine its memory."""
 
     tokens: int
     """Of the largest pass."""

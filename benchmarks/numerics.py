@@ -1,4 +1,4 @@
-"""How far the engine's log-probs are from the trainer's: `python -m benchmarks.numerics MODEL...`.
+"""Distance of the engine's log-probs from the trainer's: `python -m benchmarks.numerics MODEL...`.
 
     [--dtype bfloat16|float32|float16] [--prompts N] [--tokens N] [--quick] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the pool takes and gives: durable appends and reads, beside Redis streams and TransferQueue.
+"""Throughput of the pool: durable appends and reads, beside Redis streams and TransferQueue.
 
     python -m benchmarks.pool [--quick] [--opening] [--json FILE]
 
@@ -43,7 +43,7 @@ COMMIT_TURNS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How long to measure."""
+    """Duration of the measurement."""
 
     rounds: int
     records: int
@@ -57,7 +57,7 @@ FULL = Size(rounds=7, records=4096, open_turns=(100_000, 1_000_000, 10_000_000))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one target did in one round, with one batch size."""
+    """Result of one target in one round, with one batch size."""
 
     appends_per_s: float
     reads_per_s: float

@@ -1,4 +1,4 @@
-"""What a decision of the scheduler's core costs, however long the queue.
+"""Cost of a decision of the scheduler's core, at any length of the queue.
 
     python -m benchmarks.scheduler [--quick] [--adaptive S] [--json FILE]
     python -m benchmarks.scheduler --takeover [GROUPS] [--trained] [--json FILE]
@@ -59,12 +59,12 @@ TAKEOVER = {
     "commit": "the open batch is committed",
     "lease": "a new rollout is handed out",
 }
-"""What a client waits for, and how that is told."""
+"""Events that a client waits for, and their descriptions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much to measure."""
+    """Amount of measurement."""
 
     queued: int
     batches: int

@@ -1,4 +1,4 @@
-"""What one port for several gateways costs.
+"""Cost of one port for several gateways.
 
     python -m benchmarks.shared_port [--quick] [--json FILE]
 

@@ -59,7 +59,7 @@ STEPS = StepClock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is computed."""
+    """Amount of computation."""
 
     steps: int
     pretraining: int

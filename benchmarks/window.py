@@ -51,7 +51,7 @@ DRIVES = {
     Drive.ITEMS: ", taken and committed item by item",
     Drive.AT_COMMIT: ", H moved by commits alone",
 }
-"""What a table says of them."""
+"""Description in the table."""
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""What processes cost: CPU seconds and resident memory, read from /proc."""
+"""Cost of processes: CPU seconds and resident memory, read from /proc."""
 
 from __future__ import annotations
 

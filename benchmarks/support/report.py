@@ -1,4 +1,4 @@
-"""What every benchmark's command line offers, and how its numbers are shown and kept."""
+"""Command line of every benchmark, and the output of its numbers."""
 
 from __future__ import annotations
 

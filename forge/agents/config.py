@@ -52,8 +52,8 @@ class RunnerConfig(ServiceConfig):
     """Program that runs as the agent of every task, instead of the task's scaffold; {prompt},
     {task_id} and {domain} are replaced."""
     command_sandbox: Literal["bubblewrap", "container", "none"] = "bubblewrap"
-    """How the command starts: in bubblewrap, in a container (podman or docker), or on the host
-    with resource limits alone. "none" is for agents that you trust like the runner."""
+    """Sandbox of the command: bubblewrap, a container (podman or docker), or none: on the host with
+    resource limits alone, for agents that you trust like the runner."""
     command_network: Literal["gateway", "host"] = "gateway"
     """Network of a sandboxed command: its gateway alone, or the network of the host."""
     container_engine: str = "podman"

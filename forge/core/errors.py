@@ -55,7 +55,7 @@ class ConfigError(InvalidArgument):
 
 
 class ContextTooLong(InvalidArgument):
-    """The prompt leaves no room for an answer; agents may compact their history and go on.
+    """The prompt leaves no room for an answer; agents may compact their history and continue.
 
     The message has the words by which clients of OpenAI's and Anthropic's APIs find this error.
     """

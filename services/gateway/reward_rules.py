@@ -1,4 +1,4 @@
-"""Which rewards a token may write to its trajectory: the grader's, or the agent's own.
+"""Rewards that a token may write to its trajectory: the grader's, or the agent's own.
 
 Owns these rules. The pool refuses a second outcome.
 """

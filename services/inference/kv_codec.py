@@ -32,7 +32,7 @@ _MOST_CHAINS = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEnd:
-    """What comes in arrays of their own before the span that ends a prompt; see `KvSpan`."""
+    """Separate arrays that come before the span that ends a prompt; see `KvSpan`."""
 
     recurrent: bytes | memoryview = b""
     routes: bytes | memoryview = b""
@@ -116,7 +116,7 @@ class SpanAssembler:
         self._end = PromptEnd()
 
     def take_end(self) -> PromptEnd:
-        """Return what came before a span that ends a prompt; then it is gone."""
+        """Take the arrays that came before a span that ends a prompt."""
         end, self._end = self._end, PromptEnd()
         return end
 

@@ -157,7 +157,7 @@ class MissedErasures:
         self._applying = asyncio.Lock()
 
     async def follow(self) -> None:
-        """Looks into the ledger, for ever: an erasure may have failed on this shard alone."""
+        """Reads the ledger again and again: an erasure may have failed on this shard alone."""
         while True:
             await asyncio.sleep(FOLLOW_S)
             try:

@@ -133,7 +133,7 @@ class Retention:
         """Keys of damaged entries that were logged."""
 
     async def run(self) -> None:
-        """Sweeps for ever."""
+        """Sweeps until it is cancelled."""
         while True:
             try:
                 await self.sweep()

@@ -285,7 +285,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         except DamagedRecord:
             if not isinstance(command, (SetGroupStates, SealTrajectory)):
                 raise
-            # No replica has it intact: it must not stop a scheduler or a session for ever.
+            # No replica has it intact: it must not stop a scheduler or a session forever.
             return await self._writer.ask(replace(command, past_damage=True), timeout_s=timeout_s)
 
 

@@ -100,8 +100,8 @@ class PoolStore:
         """Opens the shard in `directory`, or makes it.
 
         `shard` names it; empty takes the name it has, or draws one. Turns are refused when less
-        than `disk_reserve_bytes` are free, so that seals and batch states still find room.
-        `on_panic` is called once when LMDB serves the shard no more. Raises `ConfigError` or
+        than `disk_reserve_bytes` are free, so that seals and batch states still find room. The
+        store calls `on_panic` once when LMDB no longer serves the shard. Raises `ConfigError` or
         `DataLoss` when the shard cannot be opened.
         """
         self.environment = Environment(

@@ -370,7 +370,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:
-    """What the future came to within the time, else None; a caller that leaves gives it up."""
+    """Result of the future within the time, else None; a caller that leaves cancels it."""
     try:
         await asyncio.wait({future}, timeout=wait_s)
         return future.result() if future.done() else None

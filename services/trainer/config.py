@@ -304,7 +304,7 @@ class TrainerConfig(ServiceConfig):
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """What ranks with a part of each layer do not divide."""
+        """Raises `InvalidArgument` for weights that ranks with parts of layers do not divide."""
         for name, value in (("lora.rank", self.lora.rank), ("mtp.heads", self.mtp.heads)):
             if value and self.mesh.tp > 1:
                 raise InvalidArgument(

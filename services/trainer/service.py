@@ -177,7 +177,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
 def _subject(
     request: pb.RollBackWeightsRequest | pb.StartWeightCanaryRequest | pb.PromoteWeightsRequest,
 ) -> str:
-    """Who asks; a service may ask for a person."""
+    """Subject of the call; a service may call on behalf of a person."""
     claims = current_claims()
     if request.on_behalf_of and claims.allows("service"):
         return f"{request.on_behalf_of[:200]} by {claims.subject}"

@@ -1,7 +1,8 @@
 """Drives training from its first step to the end of the run.
 
-Owns what ends the process, and what is tried again: training waits out an outage of etcd, pool and
-scheduler, and stops for a setting that cannot be right, another trainer, or weights that diverged.
+Owns the errors that end the process and those that are retried: training waits out an outage of
+etcd, pool and scheduler, and stops for a setting that cannot be right, another trainer, or weights
+that diverged.
 """
 
 from __future__ import annotations

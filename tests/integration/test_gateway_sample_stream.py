@@ -214,7 +214,7 @@ async def test_calls_wait_for_a_gateway_that_does_not_read(
 
 
 async def test_refused_calls_wait_for_a_slow_gateway_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that only sends is not read for ever."""
+    """A gateway that only sends is not read forever."""
     monkeypatch.setattr(served_stream, "WINDOW_BYTES", 1000)
     asked = 0
 

@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """What a run came to."""
+    """Result of a run."""
 
     latencies_s: list[float] = field(default_factory=list)
     firsts_s: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ async def drive(
 ) -> Load:
     """Runs sessions of so many turns until there are no more, or until time is up and at least
     so many requests were answered, however slow the machine is. The first requests come at random
-    within `begin_within_s`: answers that all take the same time would else come in step for ever.
+    within `begin_within_s`: answers that all take the same time would else come in step forever.
     """
     load = Load()
     started_s = time.perf_counter()

@@ -33,10 +33,10 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloorConfig(ServiceConfig):
-    """Where to listen and where to record."""
+    """Addresses to listen on and to record at."""
 
     http_port: Port = 0
-    """What it listens on."""
+    """Port to listen on."""
     model_path: str = ""
     """Not looked at."""
     pool_shard: str = "s0"

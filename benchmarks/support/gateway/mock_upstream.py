@@ -44,7 +44,7 @@ class MockConfig(ServiceConfig):
     """Answers at once, or at a pace."""
 
     model_path: str = ""
-    """Where the tokenizer is."""
+    """Directory of the tokenizer."""
     http_port: Port = 0
     """OpenAI's protocol."""
     pieces: int = 4
@@ -137,7 +137,7 @@ class MockInference(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class MockHttp:
-    """What LiteLLM, sglang-router and the bare proxy stand in front of."""
+    """Upstream of LiteLLM, sglang-router and the bare proxy."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts

@@ -45,12 +45,12 @@ LEASE = ("--lease-ttl-s", "60")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What is there to be measured."""
+    """Targets of the measurement."""
 
     all: dict[str, Target]
     pool_pid: int
     answer: str
-    """What the upstream says to everything."""
+    """Answer of the upstream to every request."""
 
 
 @asynccontextmanager
@@ -184,7 +184,7 @@ def _quiet(argv: list[str], log: Path, **environment: str) -> subprocess.Popen[b
 
 
 async def answer_of(target: Target, *, max_tokens: int | None = None) -> str:
-    """What it answers, once it does. Raises `TimeoutError`."""
+    """First answer of a target. Raises `TimeoutError`."""
     headers = {"Authorization": f"Bearer {target.key()}"}
     body: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Hello."}]}
     if max_tokens is not None:

@@ -165,7 +165,7 @@ def families() -> list[Family]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """How a family is trained, and how exactly."""
+    """Way of training of a family, and its exactness."""
 
     way: str
     """merged, by sequence, alone, refused, or not built."""

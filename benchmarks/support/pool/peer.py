@@ -1,4 +1,4 @@
-"""What `benchmarks.pool` compares with, in the peers' environment: Redis streams, TransferQueue.
+"""Peers of `benchmarks.pool`, in their own environment: Redis streams, TransferQueue.
 
     .venv-peers/bin/python benchmarks/support/pool/peer.py redis|transferqueue [port]
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.pool` compares: a real pool over gRPC, Redis and TransferQueue, each with a load
+"""Targets of `benchmarks.pool`: a real pool over gRPC, Redis and TransferQueue, each with a load
 that appends the same records and reads them back.
 
 - forge: `python -m services.pool` with etcd and tokens; four AppendTurns streams with `in_flight`

@@ -1,4 +1,4 @@
-"""What no placement can beat, and what one with foresight reaches, for the routing simulation.
+"""Bounds for the routing simulation: one that no placement beats, and one that foresight reaches.
 
 `least_work_s` is a bound: every token once, every step full. `Clairvoyant` knows each session's
 further turns, which no router does. It is no bound, but shows what foresight is worth.

@@ -53,7 +53,7 @@ class Placement(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one run came to."""
+    """Result of one run."""
 
     completion_s: float = 0.0
     """Until the last answer of the last group."""

@@ -80,7 +80,7 @@ class Traffic:
     speeds: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     """Of each worker."""
     lost_after_s: float = 0.0
-    """When the last worker leaves with its requests; 0: never."""
+    """Time at which the last worker leaves with its requests; 0: never."""
 
 
 def recorded(*, groups: int, seed: int = 0) -> list[list[Rollout]]:

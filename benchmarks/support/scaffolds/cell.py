@@ -144,7 +144,7 @@ async def run_cell(
 def settings_of(cell: Cell, model_path: str) -> Settings:
     """Returns the settings of the services of a cell."""
     preset = cell.preset
-    # A trainer without steps would train for ever: the untrained cell submits nothing to train.
+    # A trainer without steps would train forever: the untrained cell submits nothing to train.
     state = RunState(model=cell.model, model_path=model_path, seed=cell.seed, steps=cell.steps)
     scaffolds = ",".join(f"{name}={reference}" for name, reference in ADDED.items())
     return merged(

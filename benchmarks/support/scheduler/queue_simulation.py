@@ -39,7 +39,7 @@ MOST_HELD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """How long rollouts take."""
+    """Durations of rollouts."""
 
     mean: float = 1.0
     """Before the time-out; the unit of virtual time is up to the caller."""
@@ -61,7 +61,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is submitted, and how much of the run is measured."""
+    """Submitted groups, and the measured part of the run."""
 
     batch: int
     steps: int
@@ -74,7 +74,7 @@ class Workload:
     later: Durations | None = None
     """From the middle of the submitted groups on."""
     train_s: float = 0.0
-    """How long an optimizer step takes."""
+    """Duration of an optimizer step."""
     wave: int = 0
     """Groups submitted at a time, each time when the queue has run dry; 0: never dry."""
     seed: int = 0
@@ -85,8 +85,8 @@ class Outcome:
     """One run, measured."""
 
     throughput: float
-    """What the trained groups took to generate, over the time of all N places: 1 when none was ever
-    idle and all was trained on. A short group counts as little."""
+    """Generation time of the trained groups, over the time of all N places: 1 if no place was idle
+    and every group was trained. A short group counts as little."""
     groups: float
     """Groups trained per unit of time, over those that N places which are never idle would generate
     of the queue's own mix. A short group counts as much as a long one."""
@@ -98,7 +98,7 @@ class Outcome:
 
 
 class Drive(enum.Enum):
-    """How the trainer takes its batches from the core."""
+    """Way in which the trainer takes its batches from the core."""
 
     BATCHES = "batches"
     """As a trainer does: a batch at a time, filled as the mode says."""
@@ -143,14 +143,14 @@ class Simulation:
         self.now_s = 0.0
         self.step = 0
         self._events: list[tuple[float, str]] = []
-        """When a trajectory ends; one without a name is the end of a step."""
+        """Time at which a trajectory ends; without a name, the end of a step."""
         self._rng = Random(workload.seed)
         self._durations: list[tuple[float, bool]] = []
         """Of each group, and whether it is of the later kind."""
         self._leased = 0
         self._started_step: dict[int, int] = {}
         self.batches: list[tuple[float, list[int]]] = []
-        """When each step was taken, and the groups in it."""
+        """Time of each step, and the groups in it."""
         self.staleness: list[list[int]] = []
 
     def play(self) -> Outcome:
@@ -223,7 +223,7 @@ class Simulation:
             self._begin_step()
 
     def _wanted(self) -> int:
-        """How many groups the trainer asks for now."""
+        """Number of groups that the trainer requests now."""
         if self._drive is Drive.ITEMS:
             return 1
         window, size = self.queue.window, self._load.batch
@@ -281,8 +281,8 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deciles:
-    """Where a tenth of all durations ends, and what really lies between (ties are many at the
-    time-out)."""
+    """Bounds of each tenth of all durations, and the share that really lies between them (ties are
+    many at the time-out)."""
 
     edges: Sequence[float]
     masses: Sequence[float]

@@ -1,4 +1,4 @@
-"""What groups that are over cost a scheduler: a cold rebuild, standing by, and submissions.
+"""Cost of settled groups for a scheduler: a cold rebuild, standing by, and submissions.
 
 Real processes on loopback: etcd, a pool shard whose groups of one sealed rollout were all trained
 on, and two schedulers. The first one begins its term without having stood by; the second stands by.

@@ -30,7 +30,7 @@ CLUSTER = "takeover"
 TTL_S = SchedulerConfig().lease_ttl_s
 KILLS = 5
 MIN_GROUPS = 128
-"""What so many kills use up."""
+"""Groups that `KILLS` kills use up."""
 GROUPS_PER_CALL = 256
 GROUPS_PER_COMMIT = 4096
 GROUPS_PER_STEP = 512

@@ -27,12 +27,12 @@ ITEM = "item"
 AT_COMMIT = "w03_at_commit"
 """W = 0.3 N, and only a commit moves the head."""
 STATES = {"": "steady", ".cold": "start", ".waves": "waves", ".change": "change"}
-"""What every setting is measured in, by what the name of the outcome ends with."""
+"""Measures of every setting, by the suffix of the outcome's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much to simulate."""
+    """Amount of simulation."""
 
     concurrency: int
     steps: int
@@ -105,7 +105,7 @@ def adaptive_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
 
 
 def drive_of(name: str) -> Drive:
-    """How the trainer of a setting takes its batches."""
+    """Way in which the trainer of a setting takes its batches."""
     if name in (ITEM, AT_COMMIT):
         return Drive.ITEMS if name == ITEM else Drive.AT_COMMIT
     return Drive.AT_ONCE if name.endswith(AT_ONCE) else Drive.BATCHES

@@ -1,4 +1,4 @@
-"""What a GPU adds to a training benchmark: rates, model FLOP utilization, memory, a profile."""
+"""Numbers of a GPU for a training benchmark: rates, model FLOP utilization, memory, a profile."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _domain_logprobs(
 
 
 def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
-    """How many tokens all begin with."""
+    """Number of tokens with which all begin."""
     low, high = min(prompts), max(prompts)
     shared = 0
     for one, other in zip(low, high, strict=False):

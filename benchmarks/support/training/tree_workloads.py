@@ -40,7 +40,7 @@ def make_workloads(scale: int) -> list[Workload]:
 
 
 def device_workloads(scale: int) -> list[Workload]:
-    """What is large enough for a GPU; `scale` divides lengths."""
+    """Workloads large enough for a GPU; `scale` divides lengths."""
     return [
         turns("agents", groups=4, turn_count=4, system=1024 // scale, per_turn=512 // scale),
         single("answers", groups=8, prompt=2048 // scale, answer=1024 // scale),

@@ -49,7 +49,7 @@ _PAUSE_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSettings:
-    """What all containers of a runner share."""
+    """Settings of all containers of a runner."""
 
     engine: str
     """podman or docker, with further words of its command line."""

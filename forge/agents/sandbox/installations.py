@@ -1,4 +1,4 @@
-"""Which directories a program needs: its installation, found by its path.
+"""Directories that a program needs: its installation, found by its path.
 
 Owns the rules. A home directory is never shown whole: it has keys of other programs.
 """

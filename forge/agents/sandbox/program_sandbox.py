@@ -7,7 +7,7 @@ Owns the process and its containment, outermost first:
 - an audit hook that refuses everything a calculation does not need: writing, sockets, processes;
 - a `time.sleep` with a limit on the total.
 The limit is CPU time, which is equal on every host: on an overloaded host a program takes longer
-and still succeeds. The deadline ends programs that wait for ever.
+and still succeeds. The deadline ends programs that wait forever.
 The hook names the mistake for the model; the kernel stops attacks. Without bubblewrap, programs run
 only if `unsafe` is set. Owns no wording of results for models; the domain does.
 """

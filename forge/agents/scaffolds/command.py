@@ -207,7 +207,7 @@ async def _to_the_end(process: Process, output: OutputTail, errors: OutputTail) 
         tasks.create_task(output.read(process.stdout))
         tasks.create_task(errors.read(process.stderr))
         await process.wait()
-        # Its children may keep the pipes open for ever.
+        # Its children may keep the pipes open forever.
         kill_group(process)
 
 

@@ -58,7 +58,7 @@ _SECRET_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where the parts come from."""
+    """Sources of the parts."""
 
     root: Path
     system: Connection | ForgeError

@@ -23,7 +23,8 @@ _SPLIT = "s2"
 
 
 def interleave(shares: Mapping[str, float]) -> Iterator[str]:
-    """Yields names for ever, in proportion to their shares, each prefix as balanced as possible."""
+    """Yields names without end, in proportion to their shares, each prefix as balanced as
+    possible."""
     credit = dict.fromkeys(shares, 0.0)
     while True:
         for name, share in shares.items():
@@ -34,7 +35,7 @@ def interleave(shares: Mapping[str, float]) -> Iterator[str]:
 
 
 def training_tasks(shares: Mapping[str, float], *, seed: int, group_size: int) -> Iterator[pb.Task]:
-    """Yields training tasks for ever, in queue order."""
+    """Yields training tasks without end, in queue order."""
     for index, name in enumerate(interleave(shares)):
         yield _task(
             name,

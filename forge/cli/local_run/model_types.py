@@ -1,7 +1,8 @@
 """The type in which a run computes its policy: one for the trainer and its workers.
 
-A model sampled in another type than it is trained in has other log-probs, whatever type its file
-has. The trainer's setting `autocast` decides; workers follow unless the command line names theirs.
+A model sampled in another type than it is trained in has other log-probs, independent of the type
+that its file has. The trainer's setting `autocast` decides; workers follow unless the command line
+names theirs.
 """
 
 from __future__ import annotations

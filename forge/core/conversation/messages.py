@@ -62,7 +62,7 @@ class Message:
     """system, user, assistant or tool."""
     content: str = ""
     reasoning: str = ""
-    """What an assistant thought, where the model's format separates it."""
+    """Reasoning of an assistant, if the model's format separates it."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     """Of a tool result: the call it answers."""

@@ -1,4 +1,4 @@
-"""Which turns of a trajectory are side calls: titles, summaries for a screen, probes of the model.
+"""Side calls among the turns of a trajectory: titles, summaries for a screen, probes of the model.
 
 Rewards say nothing about them, so they are left out of training by default. Owns the rule.
 """

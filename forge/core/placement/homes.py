@@ -1,4 +1,5 @@
-"""Where sessions live: the worker that has their history, and how many live sessions each has.
+"""Home workers of sessions: the worker with the history of a session, and the number of live
+sessions of each worker.
 
 A session is live from its first request until it has been silent for much longer than sessions
 usually are between two requests. The live sessions of a worker are its load of the next minutes;

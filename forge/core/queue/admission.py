@@ -36,7 +36,7 @@ class Admission(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """Which complete groups may be trained on."""
+    """Complete groups that may be trained."""
 
     FIFO = "fifo"
     """The next groups of the queue, in order."""

@@ -203,7 +203,8 @@ class Batches:
         return len(self._ledger.rewind(step))
 
     def next_event_s(self) -> tuple[float | None, ...]:
-        """When the queue counts as ended, which makes a short batch due, and the next expiry."""
+        """Times at which the queue counts as ended, which makes a short batch due, and of the next
+        expiry."""
         ends_s = self._ledger.added_s + self._settings.short_batch_after_s
         return (ends_s, min((batch.expires_s for batch in self._open.values()), default=None))
 

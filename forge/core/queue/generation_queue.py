@@ -61,7 +61,7 @@ class GenerationQueue:
         self.rollouts.all_read(now_s=now_s)
 
     def set_activity(self, activity: Activity) -> None:
-        """What an operator allows from now on."""
+        """Set the activity that an operator chose."""
         self.ledger.activity = activity
 
     def set_away(self, shards: frozenset[str]) -> None:

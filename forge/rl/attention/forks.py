@@ -1,4 +1,4 @@
-"""Which nodes of a tree a recurrent layer computes together.
+"""Batches of tree nodes that a recurrent layer computes together.
 
 Owns the batches of a part's nodes for layers whose state goes from token to token. A node begins
 with the state after its parent's last token, so all nodes at one depth of the tree can be computed

@@ -97,7 +97,7 @@ def gae(values_T: Tensor, returns_T: Tensor, lengths_S: Tensor, *, lam: float) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStats:
-    """How good the values were at the beginning of the batch."""
+    """Quality of the values at the begin of the batch."""
 
     value_loss: float = 0.0
     explained_variance: float = 0.0

@@ -27,7 +27,7 @@ from forge.rl.tree.batch import TreeBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFacts:
-    """What other data groups need of one group's part in an update."""
+    """Facts of one data group's part in an update, for the other data groups."""
 
     costs: tuple[TreeCost, ...]
     """Of its trees, in order."""

@@ -98,7 +98,7 @@ class TreeTokens:
 
     @torch.no_grad()
     def frozen(self, trees: Sequence[tuple[TreeBatch, int]]) -> list[Frozen]:
-        """What stays fixed over a batch, by one forward of each of this rank's trees."""
+        """Values that stay fixed over a batch, by one forward of each of this rank's trees."""
         policy = self.policy.plain()
         policy.value_head = self.policy.value_head
         found = []

@@ -32,7 +32,7 @@ class AttentionSwitch:
         self.own: str = own or model.config._attn_implementation
         """The model's stock attention implementation."""
         self.way = Way()
-        """How trees are computed."""
+        """Way in which trees are computed."""
         if way is None:
             reason = unmergeable(model, forked=forked)
             self.settle(Way(unmerged=reason, separate=depends_on_length(model)))

@@ -84,7 +84,7 @@ def layer_elements(width: int, inner: int, *, queries: int, keys: int) -> int:
 
 
 def logits_of(config: Any) -> Logits:
-    """What the model does to its logits: Granite divides them, Cohere multiplies them, Gemma caps
+    """Change of the logits by the model: Granite divides them, Cohere multiplies them, Gemma caps
     them."""
     scale = getattr(config, "logit_scale", None) or (
         1.0 / (getattr(config, "logits_scaling", None) or 1.0)
@@ -145,7 +145,7 @@ def _rotary_types(parameters: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How a model's trees are computed."""
+    """Way in which a model's trees are computed."""
 
     unmerged: str = ""
     """Why trees are computed sequence by sequence; "" if merged."""

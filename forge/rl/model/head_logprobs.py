@@ -276,7 +276,7 @@ def kept_elements(states: int) -> int:
 
 
 def table_rows(states: int, weight_shape: tuple[int, ...]) -> int:
-    """How many rows of logits are computed at once; two such tables exist at a time."""
+    """Number of rows of logits computed at once; two such tables exist at a time."""
     vocabulary, channels = weight_shape
     # With tables as large as the weight, accumulating its gradient is a small part of the work.
     wanted = max(channels, CHUNK_ROWS)

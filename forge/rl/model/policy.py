@@ -133,7 +133,7 @@ class TreePolicy:
 
     @property
     def way(self) -> Way:
-        """How trees are computed."""
+        """Way in which trees are computed."""
         return self.attention.way
 
     @property

@@ -1,4 +1,4 @@
-"""Which devices compute fast in bfloat16.
+"""Devices that compute fast in bfloat16.
 
 A CPU without instructions for bfloat16 converts each operand: on an AMD EPYC of 2021 a backward
 pass of SmolLM2-135M took 25 times as long in bfloat16 as in float32.

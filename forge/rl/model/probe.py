@@ -146,7 +146,7 @@ class SmallProbe:
         )
 
     def difference(self, way: Way) -> str:
-        """How a way's results differ from the model's own forward; "" if they do not."""
+        """Difference of a way's results from the model's own forward; "" if there is none."""
         budgets = SMALL_BUDGETS if not way.unmerged else SMALL_BUDGETS[:1]
         try:
             small = self._policy.over(self.model, way)
@@ -194,7 +194,7 @@ class SmallProbe:
 
 @torch.no_grad()
 def sight_of_later_tokens(model: Any, samples: Sequence[Sample]) -> float:
-    """How much log-probs change with later tokens, at a fixed sequence length."""
+    """Change of log-probs by later tokens, at a fixed sequence length."""
     ids = array("i", max(samples, key=lambda one: one.tokens).ids)
     cut = len(ids) // 2
     turned = ids[:cut] + ids[cut:][::-1]
@@ -215,7 +215,7 @@ def _refuse_later_tokens(policy: TreePolicy, model: Any, samples: Sequence[Sampl
 def _difference(
     policy: TreePolicy, way: Way, samples: Sequence[Sample], budgets: Sequence[int]
 ) -> str:
-    """How log-probs of the model itself differ; "" if they do not."""
+    """Difference of log-probs of the model itself; "" if there is none."""
     try:
         policy.attention.use(way)
         found = float(torch.tensor([_deviation(policy, samples, one) for one in budgets]).max())

@@ -24,7 +24,7 @@ from forge.rl.tree.parts import TreePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayStats:
-    """How recorded experts and the model's own choice differed over a batch."""
+    """Differences between recorded experts and the model's own choice, over a batch."""
 
     tokens: int = 0
     """Tokens that were computed."""

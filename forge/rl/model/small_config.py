@@ -86,7 +86,7 @@ _SIZES: dict[str, int] = {
     "mamba_d_head": HEAD, "mamba_headdim": HEAD, "mamba_d_ssm": 128, "n_groups": 1,
     "num_mel_bins": 80, "image_size": 0, "patch_size": 0, "num_nextn_predict_layers": 0,
 }  # fmt: skip
-"""What an attribute is lowered to; 0 leaves it alone."""
+"""Lowered value of each attribute; 0 leaves it unchanged."""
 _INNER = ("intermediate", "ffn", "feed_forward", "d_inner", "dff", "dim_ff")
 """Parts of the names of widths within feed-forward layers, which may differ by layer."""
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
@@ -139,7 +139,7 @@ def _shrink(config: Any, *, language: bool) -> None:
 
 
 def _overridden(name: str, value: Any, own: dict[str, Any]) -> Any:
-    """What one layer has of its own: small, and still another than that of the other layers."""
+    """Values of one layer alone: small, and still different from those of the other layers."""
     if type(value) is not int:
         return value
     small = _small(name, value, own, language=True)
@@ -286,7 +286,7 @@ def _shorten_periods(config: Any) -> None:
 
 
 def _layer_kinds(config: Any, count: int) -> list[Callable[[int], Any]]:
-    """What tells layers apart, as functions of a layer's number."""
+    """Differences between layers, as functions of a layer's number."""
     kinds: list[Callable[[int], Any]] = [_layer_overrides(config).get]
     for name, value in vars(config).items():
         if _names_layers(name, value, count):

@@ -54,7 +54,7 @@ _HEADS = ("q_proj", "k_proj", "v_proj")
 
 
 class Division:
-    """What of one model the ranks of a group divide."""
+    """Parts of one model that the ranks of a group divide."""
 
     def __init__(self, model: Any, layers: Mapping[str, nn.Module], ranks: int) -> None:
         """`layers` are those of the model by name. Raises `InvalidArgument`, in one line, for a

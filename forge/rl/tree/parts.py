@@ -68,7 +68,7 @@ class TreeLayout:
     positions_L: Tensor
     """Depth of each token: its position in every sample that contains it."""
     weights_L: Tensor
-    """How many samples contain each token."""
+    """Number of samples that contain each token."""
     head: HeadRows
     channels: int
     """Query heads times head size of the model."""

@@ -131,8 +131,8 @@ def _unknown(rows_RX: Array) -> Array:
 
 
 def _marks(rows_RX: Array, top_k: int) -> Array:
-    """[R] a 64-bit hash of each row, whatever the order of a layer's experts; 0 for those that say
-    nothing, as the first one.
+    """[R] a 64-bit hash of each row, independent of the order of a layer's experts; 0 for those
+    that say nothing, as the first one.
 
     The sum of a mixed number for each column and expert (splitmix64): as good as random, so two of
     a billion different rows have one hash with a probability of 3 percent.

@@ -61,7 +61,7 @@ class ThreadActor:
         return [self._outcome(message) for message in messages]
 
     def weigh(self, message: Any) -> int:
-        """Weight of a message; a batch of weight `batch_size` waits for no more."""
+        """Weight of a message; a batch of weight `batch_size` is complete."""
         return 1
 
     def work(self) -> bool:

@@ -87,7 +87,7 @@ class Mailbox:
         self._waiting: deque[Envelope] = deque()
         self._lock = threading.Lock()
         self._moved_s = 0.0
-        """When a message was last taken, or came into an empty queue."""
+        """Time at which a message was last taken, or came into an empty queue."""
         self.closed = False
         metrics.mailboxes.add(self)
 

@@ -43,7 +43,7 @@ class ShardRecord:
 
     @property
     def gone_text(self) -> str:
-        """What happened to the shard, and when."""
+        """Describe what happened to the shard, with the time."""
         when = datetime.fromtimestamp(self.gone_unix_s, UTC)
         return f"was {self.gone} on {when:%Y-%m-%d %H:%M} UTC"
 

@@ -37,7 +37,7 @@ if os.getppid() == int(sys.argv[1]):  # else it has died before the request was 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """How to start one child."""
+    """Specification of one child process."""
 
     name: str
     argv: Sequence[str]

@@ -106,15 +106,15 @@ class ServedStream(ABC):
 
     @abstractmethod
     def on_request(self, request: Any) -> None:
-        """Take from a message what is neither `begin` nor `cancel`."""
+        """Take the fields of a message besides `begin` and `cancel`."""
 
     @abstractmethod
     def before_end(self, call: int) -> None:
-        """Send what is held of a call."""
+        """Send the held events of a call."""
 
     @abstractmethod
     def forget(self, call: int) -> None:
-        """Drop what is held of a cancelled call."""
+        """Drop the held events of a cancelled call."""
 
     def drain(self) -> None:
         """See `ServedStreams.drain`."""

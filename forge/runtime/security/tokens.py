@@ -67,7 +67,7 @@ class Claims:
     chat_template_kwargs: str = ""
     """Variables of the chat template for the session, as a JSON object; "" for none."""
     sampling: str = ""
-    """Whose sampling parameters the session uses: "agent", "override" or "bound"; "": agent."""
+    """Sampling policy of the session: "agent", "override" or "bound"; "": agent."""
     models: tuple[str, ...] = ()
     """Models beside the policy that the session may call; empty: those that are open to all."""
     issued_unix_s: float = 0.0

@@ -34,7 +34,7 @@ class WeightHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fence: int = 0
     """Of the leadership that wrote it."""
     subject: str = ""
-    """Who asked for it."""
+    """Subject of the token that set it."""
     since_unix_s: float = 0.0
     automatic: bool = False
     """The trainer's own canary: it judges and replaces this hold, and no hold of a person."""

@@ -167,7 +167,7 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
     manifest: str = ""
     """sha256 of the encoded manifest, in hexadecimal."""
     ways: tuple[str, ...] = ()
-    """Where else a file has the version: names of shared memory, and `DIRECTORY_WAY`."""
+    """Other places with the version as a file: names of shared memory, and `DIRECTORY_WAY`."""
     segments: tuple[Segment, ...] = ()
     """The ranks that send parts of the tensors, in the manifest's order; without: `source` alone
     sends them. A worker of an earlier release ignores them, and `source` refuses its call."""

@@ -1,4 +1,4 @@
-"""Who may read and change what: host names, tokens, and the headers of every answer.
+"""Access to pages and actions: host names, tokens, and the headers of every answer.
 
 A reader needs the token and scope that the RPC behind a page needs, so the console opens nothing.
 Without login the console is for the users of its own host alone: it accepts only requests that name

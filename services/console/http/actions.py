@@ -1,4 +1,4 @@
-"""What operators change in the console: the hold of the weights, the queue, drains of instances.
+"""Actions of operators in the console: the hold of the weights, the queue, drains of instances.
 
 Each action is a POST with a JSON object, and one line in the audit log with the person, also when
 it was refused or failed. The other service's own audit log has the call of this console. Not here:

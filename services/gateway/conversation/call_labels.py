@@ -1,4 +1,4 @@
-"""What an agent says of one call: its own name, and whether the call is trained.
+"""Call labels: the agent's own name in one call, and whether the call is trained.
 
 Headers `X-Forge-Agent: NAME` and `X-Forge-Train: true|false`; for clients without headers a suffix
 of the API key: `KEY+NAME` names the agent, `KEY~NAME` also keeps the call out of training.

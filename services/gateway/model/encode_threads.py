@@ -1,4 +1,5 @@
-"""Threads for long requests, shared fairly: tenants take turns, whatever the number of their calls.
+"""Threads for long requests, shared fairly: tenants take turns, independent of the number of their
+calls.
 
 Owns the queue and the threads. A session asks for one call at a time, so the calls of a tenant are
 those of its sessions, in order of arrival.

@@ -29,8 +29,8 @@ def encode_within(
     """Returns the tokens of a text and its int32 ids by `whole`; no ids for more than `room`
     tokens, and then the tokens of its beginning alone, which are more than `room`.
 
-    `encode` encodes slices. The work is bounded by `room`, whatever the length of the text.
-    `longest_token_bytes` is 0 if unknown.
+    `encode` encodes slices. `room` bounds the work at any length of the text. `longest_token_bytes`
+    is 0 if unknown.
     """
     if len(text) > FITTING_CHARS_PER_TOKEN * room:
         tokens = _tokens_of_beginning(

@@ -26,7 +26,7 @@ ASK_TIMEOUT_S = 60.0
 
 
 class Record(Protocol):
-    """Where the turns of one model are recorded."""
+    """Record of the turns of one model."""
 
     async def begin(
         self,

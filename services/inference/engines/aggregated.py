@@ -43,7 +43,7 @@ class _Held:
 
 
 class Served:
-    """What all roles of an `AggregatedEngine` have, but for their requests: the contract's
+    """Common part of all roles of an `AggregatedEngine`, without requests: the contract's
     `Engine`."""
 
     def __init__(self, engine: AggregatedEngine) -> None:

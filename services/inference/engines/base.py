@@ -42,7 +42,7 @@ class Reweighting:
     repetition: float = 1.0
     """Divides positive logits of tokens of prompt and answer, and multiplies negative ones."""
     bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, and what is added to their logits."""
+    """Added value of the logits, by token id."""
     answered_tokens: int = 0
     """Tokens at the end of the prompt that belong to the answer."""
 
@@ -386,8 +386,8 @@ class AggregatedEngine(Protocol):
         """Sample an answer; pieces have one token or more, the last one a finish reason.
 
         Closing the iterator aborts the request before the next step. Different tasks may advance
-        it. Experts that were asked for come with the last piece. Raises Unavailable without
-        weights, InvalidArgument for a grammar that does not compile.
+        it. Requested experts come with the last piece. Raises Unavailable without weights,
+        InvalidArgument for a grammar that does not compile.
         """
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine can do: declared by the engine, checked for each request, tested by ability.
+"""Capabilities of an engine: declared by the engine, checked for each request, tested one by one.
 
 Not here: the check of a request; see `refusals`.
 """
@@ -44,7 +44,8 @@ class Capabilities:
     grammars: frozenset[str] = frozenset()
     """Kinds of `Grammar`."""
     resumes: frozenset[Literal["grammar", "penalties"]] = frozenset()
-    """What it continues behind tokens of the answer in the prompt, as in a request that moved."""
+    """Features that it continues after tokens of the answer in the prompt, as in a request that
+    moved."""
     top_logprobs: int = 0
     """Most tokens per position."""
     routed_experts: bool = False

@@ -1,4 +1,4 @@
-"""How an engine is started: its options, and the functions of its entry point."""
+"""Start of an engine: its options, and the functions of its entry point."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.inference.engines.base import DecodeEngine, PrefillEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvStoreOptions:
-    """Where workers share keys and values, and how much."""
+    """Directory and size of the KV store."""
 
     directory: str
     """On a file system that all workers of the model see."""

@@ -1,6 +1,6 @@
 """The router: places each request on a prefill and a decode worker, again if a worker dies.
 
-fleet/: the workers as one router knows them; pure, but for open_calls.py
+fleet/: the workers as one router knows them; pure, except open_calls.py
     workers.py          what a worker announces, its load and its cache
     costs.py            rates by engine
     needs.py            which engines can begin and continue a request

@@ -92,7 +92,7 @@ class _SampleStream(ServedStream):
         self.count_unsent(-self._held.pop(call, _Held()).size)
 
     def on_request(self, request: pb.SampleStreamRequest) -> None:
-        """Nothing: a message has no more than calls and cancels."""
+        """Nothing: a message has only calls and cancels."""
 
     def on_end_of_stream(self) -> None:
         if self._send_later is not None:

@@ -1,6 +1,6 @@
 """The type of a worker's model: the meaning of the setting `dtype`.
 
-torch is imported when it is asked: the environments of other engines have versions of their own.
+torch is imported at the first use: the environments of other engines have versions of their own.
 """
 
 from __future__ import annotations

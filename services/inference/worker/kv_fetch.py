@@ -89,7 +89,7 @@ class KvFetch:
         self.tokens = 0
         """Data from another worker."""
         self.seconds = 0.0
-        """How long it took; early, how long its last block took."""
+        """Time that it took; of an early hand-off the time of its last block."""
 
     async def __call__(self, from_token: int) -> KvSpan:
         """Fetch the keys and values from a token on. Raises OtherWeights, RefusedHandOff for

@@ -31,7 +31,7 @@ class Purger:
         self._purging = asyncio.Lock()
 
     async def run(self) -> None:
-        """Purges after each erasure, for ever."""
+        """Purges after each erasure, until it is cancelled."""
         failure = ""
         while True:
             pending = await self.pending()

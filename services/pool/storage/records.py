@@ -61,7 +61,7 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=Tru
     turn_bytes: int = 0
     """Bytes of its turns as stored, counted at the seal."""
     freed: bool = False
-    """Turns and rewards are gone, or going; nothing may be added."""
+    """Turns and rewards are freed, or being freed; nothing may be added."""
     outcome: float | None = None
     """Sum of its outcome rewards, once freed; None when it had none."""
     closing_agent_s: float | None = None

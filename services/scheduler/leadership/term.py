@@ -55,7 +55,7 @@ from services.scheduler.term_record import Move, OwnRecord, TermRecord
 RETRY_S = 1.0
 ASK_S = 30.0
 NOTE_HEAD_S = 10.0
-"""How old the head in the term record may be."""
+"""Largest age of the head in the term record."""
 
 
 @dataclass(slots=True, kw_only=True)

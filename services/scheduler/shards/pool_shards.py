@@ -147,7 +147,7 @@ class PoolShards(ShardScans):
         """By task: the shard to which its pending group moved in this term."""
 
     async def floors(self, names: Iterable[str]) -> Floors:
-        """What shards know of earlier leaders. Raises Unavailable."""
+        """Return the newest fence and term that shards know. Raises Unavailable."""
         request = pool_pb2.LookUpGroupsRequest()
         answers = await gathered(self._call(shard, "LookUpGroups", request) for shard in names)
         return Floors(

@@ -210,7 +210,7 @@ class PrepareRewind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewindPlan:
-    """What must be durable before a rewind is applied."""
+    """Changes that must be durable before a rewind is applied."""
 
     void_before: tuple[int, int]
     """See `Batches.void_before`; for the term record."""

@@ -1,4 +1,5 @@
-"""Pending and settled groups of pool shards that are removed: what moves, and what is on them."""
+"""Pending and settled groups of pool shards that are removed: those that move, and those that are
+left."""
 
 from __future__ import annotations
 

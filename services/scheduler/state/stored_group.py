@@ -45,7 +45,7 @@ class StoredGroup(NamedTuple):
     at_rest: bool
     """Settled, or without any attempt."""
     settled_unix_s: float
-    """When it was settled; 0 if it is not, or if the pool cannot read it."""
+    """Time at which it was settled; 0 if it is not, or if the pool cannot read it."""
 
 
 def new_group(record: common_pb2.GroupRecord) -> Group:

@@ -92,7 +92,7 @@ def read_heads(directory: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterWeights:
-    """Where a checkpoint has the weights that the optimizer steps."""
+    """Place of the master weights in a checkpoint."""
 
     source: Path
     """For messages, and the folder of an adapter's description."""

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept. Pure."""
+"""Retention of a run's checkpoints. Pure."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _HURRIED_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSettings:
-    """How batches are leased."""
+    """Settings of batch leases."""
 
     trainer_id: str
     max_groups: int

@@ -1,4 +1,4 @@
-"""How rewards become advantages: the part of the settings that the samples follow.
+"""Rules from rewards to advantages: the part of the settings that samples follow.
 
 Imports no records, so that a start reads its settings before slow packages.
 """
@@ -14,7 +14,7 @@ from forge.core.credit.rewards import RewardWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditRules:
-    """How rewards become advantages."""
+    """Rules from rewards to advantages."""
 
     weights: RewardWeights
     tokens_per_s: float = 50.0

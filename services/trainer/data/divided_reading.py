@@ -58,7 +58,7 @@ class DataGroups(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingSettings:
-    """How batches are read and planned."""
+    """Settings of reading and planning batches."""
 
     rules: CreditRules
     plan: PlanSettings

@@ -43,7 +43,7 @@ class _Held:
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """What this rank has of a batch."""
+    """This rank's part of a batch."""
 
     held: dict[int, _Held] = field(default_factory=dict)
     """By number of the group, until it is planned."""
@@ -71,7 +71,7 @@ class GroupReader:
                     return await asyncio.to_thread(self._plan, order)
         except ForgeError as error:
             return failed(error)
-        except Exception as error:  # without an answer rank 0 would wait for ever
+        except Exception as error:  # without an answer rank 0 would wait forever
             log.error("read_order_failed", exc_info=True)
             return failed(ForgeError(repr(error)))
 

@@ -46,7 +46,7 @@ class ReadGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedGroup:
-    """What the batch decided about a group of the rank."""
+    """Credit of a group of the rank, as the whole batch determines it."""
 
     number: int
     credit: GroupCredit

@@ -1,4 +1,4 @@
-"""How a batch source turns leased groups into a batch: by this process alone, or by all ranks.
+"""Readers that turn leased groups into a batch: this process alone, or all ranks.
 
 Owns the two interfaces, and reading by this process alone. `services.trainer.data.divided_reading`
 reads with all ranks; leases belong to `services.trainer.data.batch_source`.

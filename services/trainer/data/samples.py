@@ -1,7 +1,7 @@
 """The samples and statistics of a batch, from the facts of its groups.
 
 Owns what depends on several groups: advantages, numbers of samples, and statistics. The same facts
-give the same batch, whichever ranks have read them. No I/O, no tensors.
+give the same batch for any division of reading among ranks. No I/O, no tensors.
 """
 
 from __future__ import annotations

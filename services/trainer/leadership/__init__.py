@@ -1,1 +1,1 @@
-"""Which trainer leads the policy, and the checkpoints that its successors continue from."""
+"""Leadership of a policy's trainer, and the checkpoints that its successors continue from."""

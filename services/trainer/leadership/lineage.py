@@ -340,7 +340,7 @@ class Lineage:
                 )
 
     def _lack(self, record: LineageRecord, checkpoint: Checkpoint | None) -> str:
-        """What this host has instead of the newest checkpoint; empty if it has that."""
+        """Describe what this host has instead of the newest checkpoint; empty if it has that."""
         if checkpoint is None:
             return "no checkpoint" if record.step else ""
         if checkpoint.lineage != record.lineage:

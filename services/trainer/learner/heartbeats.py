@@ -119,7 +119,7 @@ def _touched(file: Path) -> bytes:
 
 
 class Silence:
-    """Which of several senders is silent for `LOST_S`."""
+    """Finds the sender that was silent for `LOST_S`."""
 
     def __init__(self, senders: int, *, now_s: float) -> None:
         self._newest: list[bytes] = [b""] * senders

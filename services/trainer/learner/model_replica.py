@@ -127,7 +127,7 @@ Order = StartOver | Adopt | Take | TakePart | TakeRead | Examine | Read | Captur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTrees:
-    """Where a rank finds the trees of a batch that the ranks have read."""
+    """Source of a rank's trees in a batch that the ranks have read."""
 
     taken: Callable[[int], Sequence[BatchPlan]] | None
     """Returns the plan of each update of a batch; None on ranks that do not read."""

@@ -176,7 +176,8 @@ class Ranks:
         )
 
     def _lost(self) -> str:
-        """Why the ranks answer no more; "" if they do. torchrun ends them all, this one too."""
+        """Reason why the ranks no longer answer; "" if they do. torchrun ends them all, this one
+        too."""
         if self._closed:
             return "the ranks have ended"
         for rank, process in enumerate(self._processes, start=1):

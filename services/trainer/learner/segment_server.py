@@ -164,7 +164,7 @@ class SegmentServer:
                     self._show(kept)
                 case Write():
                     await self._write(order)
-        except Exception as failure:  # without an answer rank 0 would wait for ever
+        except Exception as failure:  # without an answer rank 0 would wait forever
             said = isinstance(failure, ForgeError | OSError)
             error = f"rank {self._rank}: {failure if said else repr(failure)}"
         return Answer(error=error, segment=segment, sent_bytes=self._sent_bytes)

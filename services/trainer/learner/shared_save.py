@@ -97,7 +97,7 @@ class PartWriter:
         directory = Path(self._store.get(_directory_key(number)).decode())
         try:
             report = _Report(files=contents.write_part(directory))
-        except Exception as error:  # without a report rank 0 would wait for ever
+        except Exception as error:  # without a report rank 0 would wait forever
             said = isinstance(error, OSError) and error.strerror
             report = _Report(
                 error=f"rank {self._rank}: {said or f'{type(error).__name__}: {error}'}"

@@ -46,7 +46,7 @@ class Snapshot:
     step: int
     tensors: Sequence[NamedTensor]
     probe: WeightProbe | None = None
-    """What these weights compute, for engines to compare with."""
+    """Outputs of these weights, for engines to compare with."""
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further names of tied tensors, by the name of the tensor."""
     others: OtherRanks | None = None

@@ -38,7 +38,7 @@ class ServedVersions:
     """Fetches versions from the workers that serve them."""
 
     def __init__(self, channels: Channels, *, silence_s: float = SILENCE_S) -> None:
-        """After `silence_s` without data the next worker is asked."""
+        """After `silence_s` without data it tries the next worker."""
         self._channels = channels
         self._silence_s = silence_s
 

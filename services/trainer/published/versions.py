@@ -98,7 +98,7 @@ class PublishedVersions:
         self._published[one.weight_version] = one
 
     def pin(self, versions: Collection[int]) -> None:
-        """Keep these versions whatever follows, and no others beyond the limit."""
+        """Keep these versions always, and others up to the limit."""
         self._pinned = frozenset(versions)
         self._prune()
 

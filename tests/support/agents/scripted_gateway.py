@@ -54,7 +54,7 @@ def calls(*requested: tuple[str, str]) -> Message:
 
 
 def replay(*answers: Message) -> Script:
-    """The same answers, in order, for every session; the last one for ever."""
+    """The same answers, in order, for every session; the last one forever."""
     turns: dict[str, Iterator[Message]] = {}
 
     async def answer(token: str, messages: list[Message]) -> Message:

@@ -30,7 +30,7 @@ class HangingPool:
 
 
 async def test_fetch_from_a_hung_shard_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export that waited for ever would not give the reason."""
+    """An export that waited forever would not give the reason."""
     monkeypatch.setattr("forge.client.pool.Remote", HangingPool)
     monkeypatch.setattr("forge.client.pool.CALL_S", 0.01)
     reader: Any = PoolReader

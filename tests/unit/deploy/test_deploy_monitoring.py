@@ -52,7 +52,7 @@ def labels_of(name: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("title", "expression", "shown"), list(queries()))
 def test_query_reads_existing_metrics_and_labels(title: str, expression: str, shown: str) -> None:
-    """A renamed metric or label would leave an alert silent for ever."""
+    """A renamed metric or label would leave an alert silent forever."""
     labels = set(OF_TARGETS)
     for name, selectors in _SELECTED.findall(expression):
         own = set(labels_of(name)) | OF_TARGETS

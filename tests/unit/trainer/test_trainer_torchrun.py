@@ -59,7 +59,7 @@ class Vanished(HashStore):
     """A store on a host that answers no more."""
 
     def set(self, key: str, value: str) -> None:
-        """Wait for ever."""
+        """Wait forever."""
         del key, value
         threading.Event().wait()
 

@@ -1,4 +1,4 @@
-"""What the scaffolds share: the state of one attempt, and the errors that end it."""
+"""Common part of the scaffolds: the state of one attempt, and the errors that end it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def check_hosts(cluster: Cluster) -> list[CheckedHost]:
 
 
 def shared_findings(checked: Sequence[CheckedHost]) -> list[Finding]:
-    """Return what is not as it should be, each once, with the hosts that found it."""
+    """Return the problems, each once, with the hosts that found it."""
     hosts: dict[Finding, list[str]] = {}
     for one in checked:
         for finding in one.findings:

@@ -1,4 +1,4 @@
-"""How commands reach a host: the system's ssh, or this computer itself."""
+"""Transports of commands to a host: the system's ssh, or a process of this computer."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Journal:
 
     @property
     def progress(self) -> str:
-        """What units run, in a clause."""
+        """The releases that units run, as a clause."""
         units = {(one.host, one.unit) for one in self.steps if one.action == "check"}
         begun = self.steps[: self.done + 1]
         turned = {(one.host, unit) for one in begun for unit in one.units}

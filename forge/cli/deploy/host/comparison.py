@@ -61,7 +61,7 @@ class HostState:
     name: str
     """Without the domain."""
     release: str
-    """Where the link /opt/forge/.venv leads; empty: nowhere."""
+    """Target of the link /opt/forge/.venv; empty: none."""
     version: str
     """Version of Forge there; empty: none is installed."""
     linked_unix_s: float

@@ -178,8 +178,8 @@ def _put(directory: HostDirectory, entry: FileEntry, state: HostState) -> bool:
 
 
 def left_files(old: Manifest | None, manifest: Manifest) -> list[str]:
-    """Return the files of the last installation that this one has no more. A unit with data
-    continues, and needs its files."""
+    """Return the files of the last installation that this one lacks. A unit with data continues,
+    and needs its files."""
     if old is None:
         return []
     left = set(left_units(old, manifest))
@@ -191,7 +191,7 @@ def left_files(old: Manifest | None, manifest: Manifest) -> list[str]:
 
 
 def left_units(old: Manifest | None, manifest: Manifest) -> list[str]:
-    """Return the units of the last installation that this one has no more."""
+    """Return the units of the last installation that this one lacks."""
     names = {unit.name for unit in manifest.units}
     return [unit.name for unit in old.units if unit.name not in names] if old else []
 

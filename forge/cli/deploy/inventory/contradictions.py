@@ -1,4 +1,4 @@
-"""What an inventory as a whole must not say: values that are right by themselves. Pure."""
+"""Contradictions in an inventory, between values that are valid by themselves. Pure."""
 
 from __future__ import annotations
 

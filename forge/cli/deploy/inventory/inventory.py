@@ -63,7 +63,7 @@ class Backup:
     """Timers that back up each shard, a replicated one on the first of its hosts."""
 
     at: str
-    """When, as systemd's OnCalendar."""
+    """Time, as systemd's OnCalendar."""
     full_every: str
     """Age of a full backup that is followed by another; increments are between them."""
     keep: int

@@ -36,7 +36,7 @@ class _WrongTime(ValueError):
 
 
 def schedule_fault(text: str) -> str:
-    """Return what is wrong with the time of a timer, and what is allowed; "" if it is right."""
+    """Return the error in the time of a timer and the allowed form; "" if it is right."""
     if not _CHARACTERS.fullmatch(text):
         return ALLOWED
     try:

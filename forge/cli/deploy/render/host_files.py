@@ -1,4 +1,4 @@
-"""What an inventory makes of each host: files with their content, units, ports.
+"""Files with their content, units and ports of each host, from the inventory.
 
 Pure. Not here: secrets are made in `secrets`, files are written in `render`.
 """

@@ -28,7 +28,7 @@ from forge.runtime.security import issued_tokens
 from forge.runtime.security.tokens import Keyring
 
 ROTATED = ("certificates", "tokens")
-"""What `--rotate` replaces before its time."""
+"""Secrets that `--rotate` replaces before they expire."""
 _CA_DAYS = 3650
 _DAY_S = 86_400.0
 

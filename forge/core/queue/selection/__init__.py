@@ -1,1 +1,1 @@
-"""Which training group may start, and which groups make the next batch, by mode."""
+"""Selection of the training group that may start and of the groups of the next batch, by mode."""

@@ -1,4 +1,4 @@
-"""Which training group may start, and which groups make the next batch.
+"""Selection of the training group that may start, and of the groups of the next batch.
 
 Owns the interface of that choice, and the choice with a fixed window: modes fifo, greedy and
 windowed. `forge.core.queue.selection.adaptive` is the other implementation.

@@ -57,7 +57,7 @@ class Deadlines:
         """Late groups that batches do not wait for."""
         self._staleness: deque[int] = deque(maxlen=history)
         self._late = 0
-        """How many of these exceed the bound."""
+        """Number of these that exceed the bound."""
 
     @property
     def staleness_p99(self) -> float:

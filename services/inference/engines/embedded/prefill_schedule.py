@@ -2,7 +2,7 @@
 
 A pass has a budget of tokens. The oldest prompt gets at least half of it, the others share the
 rest, the one with the fewest tokens left first. So a short prompt does not wait for a long one, and
-no prompt waits for ever.
+no prompt waits forever.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _decode_arguments(
 def _role_arguments(
     library: Library, settings: TensorRtLlmSettings, *, role: Role, limits: ModelLimits
 ) -> dict[str, Any]:
-    """What the roles prefill and decode add."""
+    """Arguments that the roles prefill and decode add."""
     found: dict[str, Any] = {}
     if role.hands_over:
         found["cache_transceiver_config"] = library.arguments.CacheTransceiverConfig(

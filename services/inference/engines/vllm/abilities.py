@@ -1,4 +1,4 @@
-"""What the engine vllm declares."""
+"""Capabilities that the engine vllm declares."""
 
 from __future__ import annotations
 

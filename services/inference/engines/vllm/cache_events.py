@@ -1,7 +1,7 @@
 """vLLM's cache events, as changes by chain hashes.
 
 vLLM publishes batches with consecutive numbers over ZeroMQ, on sockets that only this worker's user
-can reach. A lost batch is asked for again. If vLLM no longer has it, the content is unknown: the
+can reach. A lost batch is requested again. If vLLM no longer has it, the content is unknown: the
 report begins again, and from then on each request reports the blocks that it reuses, too.
 """
 
@@ -41,7 +41,7 @@ REPORT_REUSED = {"kv_cache_report_mode": "full"}
 
 class EventSockets:
     """A directory with vLLM's two sockets: removed as soon as both are connected, so that nothing
-    of it is left whatever ends the worker."""
+    of it is left after any end of the worker."""
 
     def __init__(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="forge-vllm-")

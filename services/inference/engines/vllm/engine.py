@@ -55,7 +55,7 @@ _REREAD_AFTER_S = 0.05
 
 @dataclass(slots=True, kw_only=True)
 class Leg:
-    """How a request begins here and ends elsewhere, or the other way round."""
+    """One leg of a request: its input from the leg before, and its output for the next one."""
 
     first: tuple[int, ...] = ()
     """Tokens that the answer begins with: prefill has sampled them."""

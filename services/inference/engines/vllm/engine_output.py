@@ -66,7 +66,7 @@ class EngineOutput:
             select.select([self._reader], [], [])
 
     def _take(self) -> bool:
-        """Read what is there; return False at the end."""
+        """Read the available output; return False at the end."""
         with self._taking:
             while True:
                 try:

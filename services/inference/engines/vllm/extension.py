@@ -1,4 +1,4 @@
-"""What runs in vLLM's own process: our weight transfer, and the end of the process with the worker.
+"""Code in vLLM's own process: Forge's weight transfer, and the end of the process with the worker.
 
 vLLM imports this module by the name of `WorkerExtension`, before it builds the model. The weights
 come in memory that the worker has filled (`staging`); nothing of them is in the call.
@@ -78,7 +78,7 @@ class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One bucket of a version: the file that has it, and what is where in it."""
+    """One bucket of a version: the file that has it, and the place of each tensor in it."""
 
     path: str
     tensors: list[tuple[str, str, list[int], int, int, int]]
@@ -106,7 +106,7 @@ class ForgeTransfer(WeightTransferEngine):  # type: ignore[misc]
         reload.load(self.model, [_tensor(data, entry) for entry in update_info.tensors])
 
     def finish_weight_update(self) -> None:
-        """Post-process what is loaded and serve it."""
+        """Post-process the loaded weights and serve them."""
         reload.finish(self.model, self.model_config)
 
     def shutdown(self) -> None:

@@ -3,8 +3,8 @@
 A connector of vLLM. The worker names memory of its own for each request; vLLM's process fills it
 after the pass that ends the prompt, or loads it before the first pass. Whole blocks alone: decode
 computes the rest. It stands in place of vLLM's ExampleConnector, which names files by tokens alone,
-whatever weights computed them, keeps them for ever, and ends the process when one is missing. Not
-here: the way between the workers; see `hand_off`.
+of any weights, keeps them forever, and ends the process when one is missing. Not here: the way
+between the workers; see `hand_off`.
 """
 
 from __future__ import annotations

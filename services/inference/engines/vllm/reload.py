@@ -50,7 +50,7 @@ def load(model: Any, weights: Weights) -> None:
 
 
 def finish(model: torch.nn.Module, model_config: Any) -> None:
-    """Post-process what is loaded and serve it."""
+    """Post-process the loaded weights and serve them."""
     finalize_layerwise_reload(model, model_config)
     if _is_tied(model_config):
         _renew_tied_head(model)

@@ -41,7 +41,7 @@ from services.inference.engines.vllm.hand_off import (
 
 
 class _Role(Served):
-    """What both roles have."""
+    """Common part of both roles."""
 
     def __init__(self, engine: VllmEngine, hand_offs: HandOffs) -> None:
         super().__init__(engine)
@@ -145,7 +145,7 @@ class VllmPrefill(_Role):
         self.count(1)
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
-        """Return the whole hand-off, whatever decode has cached."""
+        """Return the whole hand-off, also if decode has cached a part."""
         held = self._held.get(request_id)
         if held is None:
             raise NotFound(f"no prompt is held for request {request_id!r}")

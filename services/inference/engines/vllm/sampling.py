@@ -75,7 +75,7 @@ def to_params(
 
 
 def _orders(asked: Sampling, first: tuple[int, ...], *, shares: bool) -> Orders:
-    """What vLLM's own parameters cannot say."""
+    """Orders that vLLM's own parameters cannot express."""
     grammar, change = asked.grammar, asked.reweighting
     orders = Orders(first=first, own=shares and asked.reshapes)
     if grammar is not None and grammar.matched_tokens:

@@ -1,4 +1,4 @@
-"""What work takes, learned by engine: the rates of one engine say nothing of another. Pure."""
+"""Times of work, learned by engine: the rates of one engine say nothing about another. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEP_S = 1e-3
 
 @dataclass(slots=True, eq=False)
 class Times:
-    """What work takes, of one worker or of all workers of an engine."""
+    """Times of work at one worker, or at all workers of an engine."""
 
     prefill: LearnedRate = field(
         default_factory=lambda: LearnedRate(_PREFILL_S_PER_TOKEN, memory_units=20_000.0)
@@ -50,7 +50,7 @@ class Costs:
     def __init__(self) -> None:
         self._by_engine: dict[str, EngineCosts] = {}
         self.answer_tokens = LearnedRate(64.0, memory_units=200.0)
-        """Tokens per answer: of the requests, whichever engine serves them."""
+        """Tokens per answer, over the requests of all engines."""
 
     def of(self, engine: str) -> EngineCosts:
         """Return the rates of an engine."""

@@ -87,7 +87,7 @@ class Needs:
 
     @property
     def unresumed(self) -> str:
-        """What an engine would have to resume: grammar or penalties."""
+        """State that an engine would have to resume: grammar or penalties."""
         return "grammar" if self.sampling and self.sampling.grammar else "penalties"
 
     @property

@@ -1,7 +1,7 @@
 """Calls in flight on a worker, and their end when the worker is lost.
 
 A drained worker leaves discovery and finishes its calls. A frozen one, or one behind a broken
-network, leaves when its lease ends, and its calls would wait for gRPC's keepalive or for ever. So
+network, leaves when its lease ends, and its calls would wait for gRPC's keepalive, or forever. So
 the router asks a worker that left with calls in flight for an answer, and cancels them without one.
 """
 

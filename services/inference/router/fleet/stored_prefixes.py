@@ -15,7 +15,7 @@ _STORE_INDEX_TOKENS = 4 << 20
 
 
 class Store:
-    """The KV store that workers share: what is in it, and how fast it is read."""
+    """The KV store that workers share: its content, and the speed of reads."""
 
     def __init__(self) -> None:
         self._capacity_tokens = 0

@@ -1,4 +1,4 @@
-"""Which workers may continue an answer, by their versions of the weights. Pure.
+"""Workers that may continue an answer, by their weight versions. Pure.
 
 The versions of an answer's tokens do not fall while a worker that is new enough is near: an answer
 with tokens of version v waits for a worker with v or newer, at most `wait_s` from the moment the

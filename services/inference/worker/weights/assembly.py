@@ -46,7 +46,7 @@ class WeightAssembly:
         self.deltas: dict[str, bytes] = {}
         """Deltas that gave a complete tensor, by name."""
         self.wire_bytes = 0
-        """Data that was sent, deltas as such."""
+        """Bytes that were sent; a delta counts with its own size."""
         self._base = base or {}
         self._entries = entries
         self._whole_bytes = 0

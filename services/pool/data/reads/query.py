@@ -49,7 +49,7 @@ MAX_KEY_BYTES = 511
 
 _FILTER_HASH_BYTES = 8
 _END_OF_TASK = b"\xff" * 8
-"""In place of rollout and attempt in a position: the task has no more trajectories."""
+"""In place of rollout and attempt in a position: the task has no further trajectories."""
 
 
 class _Token(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ from services.pool.storage.tables import Table
 TOOL_READERS = 126
 """Reader slots for other processes, such as backups, so that they never use up our own."""
 DISK_RETRY_S = 2.0
-"""When to try again after the disk was full."""
+"""Pause before the next attempt after the disk was full."""
 
 # A write cut short, which is how a full disk or a quota shows itself in a large page run, comes
 # out of LMDB as EIO.

@@ -34,7 +34,7 @@ class NewestSettled:
     left_out_step: int
     """Last step that trained a group that is left out; 0 when none is."""
     left_out_unix_s: float
-    """When the newest of the others that are left out was settled; 0 when none is."""
+    """Time at which the newest of the other groups left out was settled; 0: none is left out."""
 
 
 def is_whole(records: Records) -> bool:

@@ -156,7 +156,7 @@ def test_batch_larger_than_admission_is_short() -> None:
 
 
 def test_last_batch_of_a_queue_is_short_after_a_wait() -> None:
-    """A batch waits for more submissions, but not for ever."""
+    """A batch waits for more submissions, but not forever."""
     queue = make_queue("aaa", short_batch_after_s=5.0)
     complete(queue, "a0", "a1", "a2")
     assert take(queue, 4, now_s=4.9) == ()

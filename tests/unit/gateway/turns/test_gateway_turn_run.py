@@ -199,7 +199,7 @@ class NoRouter:
     async def pick_stream(self, *, timeout_s: float) -> Stream:
         self.looked_for.set()
         await asyncio.Event().wait()
-        raise AssertionError("waited for ever")
+        raise AssertionError("waited forever")
 
 
 async def test_close_does_not_wait_for_a_router() -> None:

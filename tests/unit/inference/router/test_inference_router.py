@@ -136,7 +136,7 @@ async def test_cancelled_request_takes_no_place_in_the_queue() -> None:
 
 
 async def test_waiting_requests_fail_when_the_router_stops() -> None:
-    """After a crash or a stop no request waits for ever, nor counts as cancelled."""
+    """After a crash or a stop no request waits forever, nor counts as cancelled."""
     router = await harness(announced("d0", "decode", capacity="1"), queue_limit=3)
     for _ in range(MIN_ADMITTED):
         await router.actor.receive(Admit())

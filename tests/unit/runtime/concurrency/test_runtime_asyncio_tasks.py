@@ -44,7 +44,7 @@ async def test_cancelled_wait_cancels_all_tasks() -> None:
 
 
 async def test_task_that_loses_a_cancellation_is_cancelled_again() -> None:
-    """A gRPC stream may raise its own error instead; the task would go on for ever."""
+    """A gRPC stream may raise its own error instead; the task would go on forever."""
     lost = asyncio.Event()
 
     async def lose_one() -> None:

@@ -194,7 +194,7 @@ def test_instance_that_returns_within_the_grace_time_stays() -> None:
 
 
 def test_second_outage_does_not_lengthen_the_grace_time() -> None:
-    """An unstable etcd cannot keep dead instances for ever."""
+    """An unstable etcd cannot keep dead instances forever."""
     directory = Directory()
     directory.put(instance("a"))
     directory.remove("a", now_s=0, in_doubt=True)

@@ -32,7 +32,7 @@ class HangingPool(Remote[Any]):
 
 
 async def test_shard_that_stops_in_a_scan_does_not_block_the_leader() -> None:
-    """A leader that waited for ever would block the next election."""
+    """A leader that waited forever would block the next election."""
     scan = PoolShards(unused(Discovery), HangingPool(), unused(Leadership), timeout_s=0.05).scan(
         "s0"
     )

@@ -52,7 +52,7 @@ def test_nothing_is_leased_on_a_retiring_shard() -> None:
 
 
 def test_an_expired_lease_on_a_retiring_shard_is_looked_up() -> None:
-    """A silent runner must not hold its group there for ever: the shard answers."""
+    """A silent runner must not hold its group there forever: the shard answers."""
     state = make_state()
     retire(state)
     assert state.expire(LEASE_S) == {"s1": ["a:0:0"]}

@@ -206,7 +206,7 @@ def test_failed_rank_is_named_with_its_error(model_path: Path, tmp_path: Path) -
 def test_out_of_memory_on_one_rank_cuts_the_batch_on_both(
     pair: LearnerActor, model_path: Path, tmp_path: Path
 ) -> None:
-    """The step is taken in smaller trees, and so is the next one; no rank waits for ever."""
+    """The step is taken in smaller trees, and so is the next one; no rank waits forever."""
     alone = learner(model_path, tmp_path)
     with memory_for(pair._replica._learner, 11, backward=True):
         one, two = step(alone, 5), step(pair, 5)

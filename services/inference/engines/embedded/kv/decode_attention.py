@@ -270,6 +270,6 @@ def _is_wide(shared: SharedPrefix) -> bool:
 
 
 def _length(slab: Slab, needed: Sequence[int]) -> int:
-    """How much of a slab to look at."""
+    """Length of the part of a slab to attend to."""
     longest = -(-max(needed) // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS
     return min(slab.class_tokens, longest)

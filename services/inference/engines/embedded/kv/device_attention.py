@@ -1,4 +1,4 @@
-"""Which kernels attend over extents on this device, and whether they compute what torch computes.
+"""Choice of the kernels that attend over extents on this device, by comparison with torch.
 
 Shape suffixes as in `extent_kernels`.
 """

@@ -31,7 +31,7 @@ class KvCache(PrefixCache):
         listener: Listener | None = None,
         resumes: bool = True,
     ) -> None:
-        """`resumes`: the cache has states of recurrent layers, too, for prompts that go on from
+        """`resumes`: the cache has states of recurrent layers, too, for prompts that continue from
         them; they share its capacity."""
         blocks, rows = cache_sizes(
             shape, block_tokens=block_tokens, capacity_bytes=capacity_bytes, resumes=resumes
@@ -51,8 +51,8 @@ class KvCache(PrefixCache):
         self._states = CachedStates(shape, rows)
 
     def resumable(self, ids: bytes, *, limit_tokens: int) -> Match:
-        """Return the longest cached prefix of `ids` that a prompt can go on from: of a model with
-        recurrent layers, one whose states are cached."""
+        """Return the longest cached prefix of `ids` that a prompt can continue from: of a model
+        with recurrent layers, one whose states are cached."""
         match = self.match(ids, limit_tokens=limit_tokens)
         if not self._states.are_needed:
             return match

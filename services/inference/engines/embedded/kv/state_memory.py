@@ -1,4 +1,4 @@
-"""How the memory for keys and values is divided where there are recurrent layers."""
+"""Division of the memory for keys and values in models with recurrent layers."""
 
 from __future__ import annotations
 

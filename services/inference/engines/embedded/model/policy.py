@@ -54,7 +54,7 @@ class StagedWeights:
     packed: tuple[Packed | None, ...] = ()
     """For each packed layer; None: the plain matrix."""
     identity: bytes = b""
-    """16 bytes that name these weights in their architecture, whatever their version is; empty
+    """16 bytes that name these weights in their architecture, independent of their version; empty
     unless they were staged for one."""
     drafts: DraftHeads | None = None
     """The draft heads; None without any that fit."""

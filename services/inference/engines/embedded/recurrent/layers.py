@@ -38,7 +38,7 @@ class StateBatch:
     begin_BS: torch.Tensor | None = None
     """States to begin with, in place of those in `rows_BS`."""
     keep_BS: torch.Tensor | None = None
-    """Where the states behind these tokens are stored, too."""
+    """Further places for the states after these tokens."""
 
 
 class RecurrentLayers:

@@ -1,8 +1,8 @@
 """The states of a prompt's recurrent layers during its computation.
 
 States exist after the last computed token alone. They are kept in the middle of a prompt at a few
-stops: at the last block of the prompt, where the next turn and the other members of a group go on,
-and where another prompt parts from this one.
+stops: at the last block of the prompt, where the next turn and the other members of a group
+continue, and where another prompt parts from this one.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class _Part:
 
 
 class StateShape:
-    """Where each state lies in a row."""
+    """Place of each state in a row."""
 
     def __init__(self, states: Mapping[Key, torch.Tensor]) -> None:
         """`states`: of one sequence, each with a batch of 1."""

@@ -21,7 +21,7 @@ _SILENCE_S = 5.0
 
 
 class EarlyRead:
-    """How far one prompt is."""
+    """Progress of one prompt."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id

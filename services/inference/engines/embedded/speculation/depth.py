@@ -1,4 +1,4 @@
-"""How many drafts pay: a choice per step, from measured acceptance and measured time. No clock.
+"""Number of drafts: a choice per step, from measured acceptance and measured time. No clock.
 
 With a_i the share of accepted drafts of head i among those whose drafts before were accepted, a
 step with k drafts yields

@@ -1,1 +1,1 @@
-"""What `forge doctor --engine tensorrt_llm` says, and its checks that need a GPU."""
+"""Findings of `forge doctor --engine tensorrt_llm`, and its checks that need a GPU."""

@@ -1,4 +1,4 @@
-"""What `forge doctor --engine tensorrt_llm` says: library, features, GPUs, checklist."""
+"""Findings of `forge doctor --engine tensorrt_llm`: library, features, GPUs, checklist."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Surface:
     """Paths that the installed tree lacks."""
 
     def paths(self) -> frozenset[str]:
-        """Return what is there, unverified or not: `module:Class[.member[.parameter]]`."""
+        """Return the names that exist, unverified or not: `module:Class[.member[.parameter]]`."""
         found = set()
         for owner, surface in self.classes.items():
             found.add(owner)

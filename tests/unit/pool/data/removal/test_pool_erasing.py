@@ -123,7 +123,7 @@ def test_erased_task_leaves_no_text_and_a_whole_shard(store: PoolStore, settled:
 
 def test_erased_task_refuses_writes_and_ignores_states(store: PoolStore) -> None:
     """Late turns, rewards and seals are refused; a state of the scheduler has no effect, so the
-    scheduler does not wait for ever; a repeated submission changes nothing."""
+    scheduler does not wait forever; a repeated submission changes nothing."""
     fill(store, "a", 0, marker=MARKER)
     erase(store, "a")
     with pytest.raises(FailedPrecondition, match="an operator erased"):
