@@ -29,10 +29,8 @@ from forge.rl.learner.batch_plan import BatchPlan, plan_batch, plan_updates
 from forge.rl.learner.group_plans import group_plans
 from forge.rl.parallel.world import World
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.divided_reading import assigned
-from services.trainer.data.group_facts import ReadGroup, group_samples, read_group
-from services.trainer.data.read_orders import (
+from services.trainer.batches.divided_reading import assigned
+from services.trainer.batches.read_orders import (
     CreditedGroup,
     LeasedGroup,
     PlanGroups,
@@ -40,7 +38,9 @@ from services.trainer.data.read_orders import (
     ReadAnswer,
     ReadGroups,
 )
-from services.trainer.data.samples import build_samples, merged
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.group_facts import ReadGroup, group_samples, read_group
+from services.trainer.samples.samples import build_samples, merged
 
 BUDGET, CHANNELS = 16384, 4096
 ROLLOUTS, TURNS = 8, 8

@@ -1,5 +1,5 @@
 """The trainer: takes batches of complete groups and publishes new weights.
 
-Layers, each imports only those to its right: `actors`, `learner`, `reporting`, `checkpoint`,
-`model`, `data`. `starting_weights` holds separate programs.
+Rooms, each imports only those to its right: `actors`, `leadership` and `learner`, `reporting`,
+`published`, `checkpoint`, `model`, `batches`, `samples`. `starting_weights` has separate programs.
 """

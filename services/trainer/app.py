@@ -35,11 +35,10 @@ from services.trainer.actors.learner import DescribeRoutes, LearnerActor
 from services.trainer.actors.steering import Steering
 from services.trainer.actors.token_values import DIRECTORY, KeptTokenValues, TokenValueStore, expire
 from services.trainer.actors.training import UNBOUNDED_S, SaveCheckpoint, Training
+from services.trainer.batches.batch_source import BatchSource, SourceSettings
+from services.trainer.batches.group_reader import GroupReader
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.data.batch_source import BatchSource, SourceSettings
-from services.trainer.data.group_reader import GroupReader
-from services.trainer.data.speed import speed_baselines
 from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
 from services.trainer.leadership.checkpoint_follower import CheckpointSource
 from services.trainer.leadership.election import Election
@@ -55,6 +54,7 @@ from services.trainer.published.versions import PublishedVersions
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import make_sinks, rollout_tables
+from services.trainer.samples.speed import speed_baselines
 from services.trainer.service import AUDITED, FULL_NAME, SCOPES, TrainerServicer
 from services.trainer.training_loop import TrainingLoop
 

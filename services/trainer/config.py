@@ -26,8 +26,8 @@ from forge.rl.config import (
 )
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
-from services.trainer.data.credit_rules import CreditRules
 from services.trainer.mesh import MeshSettings, check_reading
+from services.trainer.samples.credit_rules import CreditRules
 from services.trainer.torchrun_rank import under_torchrun
 
 _AGREED = (

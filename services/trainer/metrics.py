@@ -12,7 +12,7 @@ from typing import Literal
 from forge.runtime.telemetry import counter, gauge, histogram
 from forge.runtime.weights import WeightHold
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.data.samples import BatchSamples
+from services.trainer.samples.samples import BatchSamples
 
 WEIGHT_VERSION = gauge("forge_trainer_weight_version", "Newest published weight version.")
 _HELD_VERSION = gauge(

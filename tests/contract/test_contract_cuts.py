@@ -16,8 +16,8 @@ from forge.core.token_columns import float32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
 from services.inference.codec import write_tokens
 from services.inference.engines.base import Grammar, Reweighting, Sampling, Tokens
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.samples import build_samples
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.samples import build_samples
 from tests.contract import engines
 from tests.contract.engines import (
     END,

@@ -19,8 +19,8 @@ import pytest
 import structlog
 
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.batches.logged_rollouts import LoggedRollout
 from services.trainer.config import TrainerConfig
-from services.trainer.data.logged_rollouts import LoggedRollout
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import make_sinks
 from tests.support.runtime.waiting import until_blocking

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.telemetry import log
+from services.trainer.batches.reading import ReadBatch
 from services.trainer.checkpoint.files import Contents, named_tensors
 from services.trainer.checkpoint.reading import UNREADABLE, read_published
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.data.reading import ReadBatch
 from services.trainer.learner.model_replica import (
     Adopt,
     Capture,

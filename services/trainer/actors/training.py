@@ -30,11 +30,11 @@ from services.trainer.actors.checkpointing import CopyOut, Flush, Prune, Write
 from services.trainer.actors.learner import CheckReaders, Restore
 from services.trainer.actors.publications import Publications
 from services.trainer.actors.token_values import KeptTokenValues
+from services.trainer.batches.batch_source import BatchSource, PreparedBatch
+from services.trainer.batches.reading import ReadersLost
+from services.trainer.batches.traced_calls import report_step
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
-from services.trainer.data.batch_source import BatchSource, PreparedBatch
-from services.trainer.data.reading import ReadersLost
-from services.trainer.data.traced_calls import report_step
 from services.trainer.evaluation import Evaluator
 from services.trainer.leadership.lineage import Lineage
 from services.trainer.learner.model_replica import Capture, Take

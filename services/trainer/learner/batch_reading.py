@@ -8,11 +8,11 @@ from typing import Any
 from forge.core.routes import RouteShape
 from forge.rl.learner.batch_plan import plan_batch
 from forge.runtime.rpc.remote import Remote
+from services.trainer.batches.divided_reading import DividedReading, ReadingSettings
+from services.trainer.batches.read_orders import PlanSettings
+from services.trainer.batches.reading import BatchReading, LocalReading
+from services.trainer.batches.trajectory_fetch import TrajectoryFetch, addresses_in, shard_in
 from services.trainer.config import TrainerConfig
-from services.trainer.data.divided_reading import DividedReading, ReadingSettings
-from services.trainer.data.read_orders import PlanSettings
-from services.trainer.data.reading import BatchReading, LocalReading
-from services.trainer.data.trajectory_fetch import TrajectoryFetch, addresses_in, shard_in
 from services.trainer.learner.reading_ranks import Readers
 
 

@@ -33,9 +33,9 @@ from forge.rl.model.served_weights import ServedValues
 from forge.rl.parallel.world import World, whole
 from forge.runtime.weights import WeightProbe
 from forge.runtime.weights.segments import cut
+from services.trainer.batches.reading import ReadBatch
 from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
-from services.trainer.data.reading import ReadBatch
 from services.trainer.learner.replica_state import ReplicaState
 from services.trainer.learner.sharded_start import empty_model, fill_shards
 from services.trainer.model.full_weights import Trainee, load_model

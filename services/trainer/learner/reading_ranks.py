@@ -3,7 +3,7 @@
 Owns a group of the first ranks of all data groups, and on each of them a thread that takes part in
 its exchanges. An exchange is one order to each rank and its answer, so no rank waits for another
 one while it reads. The threads are not those of training: a batch is read during the step before.
-`services.trainer.data.divided_reading` gives the orders.
+`services.trainer.batches.divided_reading` gives the orders.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.security.bearer import bearer_of
 from forge.runtime.security.credentials import Security
 from forge.runtime.telemetry import log
+from services.trainer.batches.group_reader import GroupReader
+from services.trainer.batches.read_orders import ReadAnswer, ReadOrder
+from services.trainer.batches.reading import ReadersLost
 from services.trainer.config import TrainerConfig
-from services.trainer.data.group_reader import GroupReader
-from services.trainer.data.read_orders import ReadAnswer, ReadOrder
-from services.trainer.data.reading import ReadersLost
 from services.trainer.learner.rank_group import FOREVER
 
 

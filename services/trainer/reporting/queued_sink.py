@@ -14,7 +14,7 @@ from typing import Protocol
 
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.data.logged_rollouts import LoggedRollout
+from services.trainer.batches.logged_rollouts import LoggedRollout
 
 MOST_QUEUED = 1024
 """Entries that wait for a slow sink."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from forge.core.errors import Unavailable
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.batches.logged_rollouts import LoggedRollout
 from services.trainer.checkpoint.history import Entry, Extent, History, extend
-from services.trainer.data.logged_rollouts import LoggedRollout
 from services.trainer.reporting.queued_sink import Sink
 
 MOST_EVALUATIONS = 1000

@@ -19,9 +19,9 @@ from google.protobuf.message import Message
 
 from forge.core.errors import ConfigError
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.batches.logged_rollouts import LoggedRollout
 from services.trainer.checkpoint.history import EVALUATION
 from services.trainer.config import TrainerConfig
-from services.trainer.data.logged_rollouts import LoggedRollout
 from services.trainer.reporting.queued_sink import QueuedSink, Sink
 
 ROLLOUTS = "rollouts"

@@ -16,7 +16,7 @@ from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import PolicyStats
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.data.samples import BatchSamples
+from services.trainer.samples.samples import BatchSamples
 
 _YIELD_STEPS = 5
 """Number of first, and of last, steps whose mean rewards the yield compares."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from forge.core.errors import DataLoss, NotFound
 from forge.runtime.telemetry import log
 from services.trainer.checkpoint.files import sync
-from services.trainer.data.chosen_turns import TurnPlace
+from services.trainer.samples.chosen_turns import TurnPlace
 
 UNREADABLE = (OSError, SafetensorError, msgspec.MsgspecError, KeyError, IndexError)
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")

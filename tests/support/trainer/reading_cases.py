@@ -10,7 +10,7 @@ from forge.core.credit.advantages import AdvantageRules
 from forge.core.credit.rewards import RewardWeights
 from forge.rl.config import ObjectiveConfig
 from forge.v1 import common_pb2, scheduler_pb2
-from services.trainer.data.credit_rules import CreditRules
+from services.trainer.samples.credit_rules import CreditRules
 from tests.support.pool.records import make_reward, make_turn
 
 PLAIN = CreditRules(weights=RewardWeights())

@@ -39,13 +39,12 @@ from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2, pool_pb2_grpc
 from services.pool.service import FULL_NAME, SCOPES
+from services.trainer.batches.divided_reading import DividedReading, ReadingSettings
+from services.trainer.batches.group_reader import GroupReader
+from services.trainer.batches.read_orders import PlanSettings
+from services.trainer.batches.reading import LocalReading, PlannedBatch, ReadBatch
+from services.trainer.batches.trajectory_fetch import TrajectoryFetch, Unreadable
 from services.trainer.config import TrainerConfig
-from services.trainer.data.divided_reading import DividedReading, ReadingSettings
-from services.trainer.data.group_reader import GroupReader
-from services.trainer.data.read_orders import PlanSettings
-from services.trainer.data.reading import LocalReading, PlannedBatch, ReadBatch
-from services.trainer.data.samples import BatchSamples
-from services.trainer.data.trajectory_fetch import TrajectoryFetch, Unreadable
 from services.trainer.learner.reading_ranks import (
     RankReader,
     ReadChannel,
@@ -53,6 +52,7 @@ from services.trainer.learner.reading_ranks import (
     reading_groups,
 )
 from services.trainer.mesh import MeshSettings
+from services.trainer.samples.samples import BatchSamples
 from tests.support.rl.models import tiny_model, wide_norms
 from tests.support.trainer.reading_cases import CASES, Case, groups_of, leased
 

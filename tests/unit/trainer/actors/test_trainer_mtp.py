@@ -20,11 +20,11 @@ from services.inference.engines.embedded.model.policy import Policy
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.data.samples import BatchSamples
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.published.publisher import Snapshot
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.sinks import scalars
+from services.trainer.samples.samples import BatchSamples
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
 from tests.support.trainer.old_checkpoints import as_format_2, as_listed

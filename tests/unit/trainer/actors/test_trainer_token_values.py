@@ -25,8 +25,8 @@ from services.trainer.actors.token_values import (
     expire,
 )
 from services.trainer.config import TokenValuesSettings
-from services.trainer.data.chosen_turns import SampleSize, TurnPlace
-from services.trainer.data.samples import BatchSamples
+from services.trainer.samples.chosen_turns import SampleSize, TurnPlace
+from services.trainer.samples.samples import BatchSamples
 from services.trainer.service import MOST_READS, TrainerServicer
 from tests.support.runtime.waiting import until
 

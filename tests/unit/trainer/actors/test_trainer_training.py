@@ -13,9 +13,9 @@ import structlog
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.training import Advance, Diverged, SaveCheckpoint
+from services.trainer.batches.reading import ReadersLost
 from services.trainer.checkpoint.history import Entry
 from services.trainer.checkpoint.store import Checkpoint
-from services.trainer.data.reading import ReadersLost
 from services.trainer.published.publisher import Superseded
 from tests.support.trainer.world import (
     Run,

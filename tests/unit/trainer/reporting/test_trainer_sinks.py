@@ -20,8 +20,8 @@ from tensorboardX.proto import event_pb2
 from forge.core.errors import ConfigError
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
+from services.trainer.batches.logged_rollouts import LoggedRollout, logged_rollouts
 from services.trainer.config import TrainerConfig
-from services.trainer.data.logged_rollouts import LoggedRollout, logged_rollouts
 from services.trainer.reporting.queued_sink import QueuedSink
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import TensorBoardSink, make_sinks, rollout_tables, scalars

@@ -14,8 +14,8 @@ from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import TokenStats, domain_stats, engine_stats, policy_stats
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
-from services.trainer.data.samples import BatchSamples
 from services.trainer.reporting import step_metrics
+from services.trainer.samples.samples import BatchSamples
 from tests.support.rl.models import make_sample
 
 VERSION = 7

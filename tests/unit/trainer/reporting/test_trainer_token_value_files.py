@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from forge.core.errors import DataLoss, NotFound
-from services.trainer.data.chosen_turns import TurnPlace
 from services.trainer.reporting.token_value_files import StepValues, TokenValueFiles
+from services.trainer.samples.chosen_turns import TurnPlace
 from tests.support.runtime.disks import full_beyond
 
 LENGTHS = (3, 2, 4)

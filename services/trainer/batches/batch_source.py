@@ -22,10 +22,10 @@ from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.trainer.data.logged_rollouts import LoggedRollout
-from services.trainer.data.reading import BatchDraft, BatchReading, ReadBatch
-from services.trainer.data.samples import BatchSamples
-from services.trainer.data.trajectory_fetch import Unreadable
+from services.trainer.batches.logged_rollouts import LoggedRollout
+from services.trainer.batches.reading import BatchDraft, BatchReading, ReadBatch
+from services.trainer.batches.trajectory_fetch import Unreadable
+from services.trainer.samples.samples import BatchSamples
 
 _CALL_S = 30.0
 _LEASE_WAIT_S = 5.0

@@ -6,7 +6,7 @@ import pytest
 
 from forge.core.routes import RouteSpan
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.routes import routes_of
+from services.trainer.samples.routes import routes_of
 
 
 def turn(index: int, parent: int, prefix: int, *, first: int, rows: range) -> pb.Turn:

@@ -8,9 +8,9 @@ import torch
 from forge.core.credit.rewards import RewardWeights
 from forge.core.token_columns import float32_array, float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.grammar_correction import logprobs_without_mask, weighted_advantages
-from services.trainer.data.samples import build_samples
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.grammar_correction import logprobs_without_mask, weighted_advantages
+from services.trainer.samples.samples import build_samples
 
 VOCABULARY = 7
 

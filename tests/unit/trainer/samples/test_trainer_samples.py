@@ -12,8 +12,8 @@ from forge.core.credit.overlong import OverlongRules
 from forge.core.credit.rewards import RewardWeights
 from forge.core.token_columns import float32_array, int32_array, int32_bytes
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.samples import build_samples
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.samples import build_samples
 from tests.support.trainer.trajectories import outcome, reward, trajectory, turn
 
 RULES = CreditRules(weights=RewardWeights(alpha=0.5, beta=0.25, gamma=1.0))

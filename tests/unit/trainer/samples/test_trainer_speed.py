@@ -17,10 +17,10 @@ from forge.v1 import trainer_pb2
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.samples import BatchSamples, build_samples
-from services.trainer.data.speed import speed_baselines
 from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.samples import BatchSamples, build_samples
+from services.trainer.samples.speed import speed_baselines
 from tests.support.trainer.trajectories import outcome, reward, trajectory, turn
 
 PRESETS = ("cispo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce")

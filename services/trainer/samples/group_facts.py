@@ -16,20 +16,20 @@ from forge.core.credit.rewards import RewardWeights, returns_to_go, speed_credit
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.chosen_turns import TurnPlace
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.engines import engine_of, engine_of_all
-from services.trainer.data.grammar_correction import Cut, weighted_advantages
-from services.trainer.data.reward_components import named_rewards
-from services.trainer.data.rollouts import (
+from services.trainer.samples.chosen_turns import TurnPlace
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.engines import engine_of, engine_of_all
+from services.trainer.samples.grammar_correction import Cut, weighted_advantages
+from services.trainer.samples.reward_components import named_rewards
+from services.trainer.samples.rollouts import (
     ChosenTurn,
     LeftOut,
     Rollout,
     chosen_turns,
     read_rollouts,
 )
-from services.trainer.data.routes import routes_of
-from services.trainer.data.speed import speeds_of
+from services.trainer.samples.routes import routes_of
+from services.trainer.samples.speed import speeds_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class RolloutFacts:
     """It has a completion time, or the task reported a speed."""
     penalty: float
     rewards: tuple[tuple[str, float], ...]
-    """Named rewards (`services.trainer.data.reward_components`)."""
+    """Named rewards (`services.trainer.samples.reward_components`)."""
     other_turns: int
     trained: tuple[tuple[TurnPlace, int], ...]
     """Trained turns, and the trained tokens of each."""

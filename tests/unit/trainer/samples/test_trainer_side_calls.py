@@ -11,8 +11,8 @@ from forge.core.credit.rewards import RewardWeights
 from forge.core.credit.side_calls import side_calls
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.samples import BatchSamples, build_samples
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.samples import BatchSamples, build_samples
 
 WORK: Any = {"offers_tools": True, "system_digest": b"work"}
 TITLE: Any = {"system_digest": b"title"}

@@ -1,7 +1,7 @@
 """Readers that turn leased groups into a batch: this process alone, or all ranks.
 
-Owns the two interfaces, and reading by this process alone. `services.trainer.data.divided_reading`
-reads with all ranks; leases belong to `services.trainer.data.batch_source`.
+Owns the two interfaces, and reading by this process alone. `divided_reading` reads
+with all ranks; leases belong to `batch_source`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.tracing import is_tracing
 from forge.v1 import common_pb2, scheduler_pb2
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.logged_rollouts import LoggedRollout, logged_rollouts
-from services.trainer.data.samples import BatchSamples, build_samples
-from services.trainer.data.traced_calls import traced_calls
-from services.trainer.data.trajectory_fetch import TrajectoryFetch
+from services.trainer.batches.logged_rollouts import LoggedRollout, logged_rollouts
+from services.trainer.batches.traced_calls import traced_calls
+from services.trainer.batches.trajectory_fetch import TrajectoryFetch
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.samples import BatchSamples, build_samples
 
 Planner = Callable[[Sequence[Sample]], BatchPlan]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from forge.v1 import common_pb2 as pb
-from services.trainer.data import reward_components as components
-from services.trainer.data.reward_components import named_rewards, reward_components
+from services.trainer.samples import reward_components as components
+from services.trainer.samples.reward_components import named_rewards, reward_components
 
 OUTCOME, PROCESS = pb.REWARD_KIND_OUTCOME, pb.REWARD_KIND_PROCESS
 

@@ -1,7 +1,7 @@
 """Reads, credits and plans the groups of one data group, on its first rank.
 
 Owns the groups that were read for a batch until they are planned, and the plans until their step.
-`services.trainer.data.divided_reading` gives the orders. A failed order leaves what was read, so a
+`divided_reading` gives the orders. A failed order leaves what was read, so a
 repetition reads the rest.
 """
 
@@ -19,9 +19,8 @@ from forge.rl.learner.batch_plan import BatchPlan, plan_updates
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2_grpc
-from services.trainer.data.group_facts import ReadGroup, group_samples, read_group
-from services.trainer.data.logged_rollouts import logged_row
-from services.trainer.data.read_orders import (
+from services.trainer.batches.logged_rollouts import logged_row
+from services.trainer.batches.read_orders import (
     LeasedGroup,
     PlanGroups,
     ReadAnswer,
@@ -29,8 +28,9 @@ from services.trainer.data.read_orders import (
     ReadOrder,
     failed,
 )
-from services.trainer.data.traced_calls import traced_calls
-from services.trainer.data.trajectory_fetch import TrajectoryFetch
+from services.trainer.batches.traced_calls import traced_calls
+from services.trainer.batches.trajectory_fetch import TrajectoryFetch
+from services.trainer.samples.group_facts import ReadGroup, group_samples, read_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,18 +14,18 @@ from statistics import fmean
 from forge.core.credit.advantages import batch_advantages
 from forge.core.prefix_tree import Sample
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.chosen_turns import SampleSize, TurnPlace
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.grammar_correction import Cut
-from services.trainer.data.group_facts import (
+from services.trainer.samples.chosen_turns import SampleSize, TurnPlace
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.grammar_correction import Cut
+from services.trainer.samples.group_facts import (
     GroupCredit,
     GroupFacts,
     RolloutFacts,
     group_samples,
     read_group,
 )
-from services.trainer.data.reward_components import reward_components
-from services.trainer.data.rollouts import LeftOut
+from services.trainer.samples.reward_components import reward_components
+from services.trainer.samples.rollouts import LeftOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class BatchSamples:
     outcomes: Mapping[str, Sequence[float]]
     """Outcome reward of each trajectory, by domain."""
     outcomes_by_engine: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """The same by engine of inference (`services.trainer.data.engines`)."""
+    """The same by engine of inference (`services.trainer.samples.engines`)."""
     outcomes_by_version: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """Outcome reward of each trajectory that one weight version alone sampled, by that version."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each named reward (`services.trainer.data.reward_components`)."""
+    """Mean of each named reward (`services.trainer.samples.reward_components`)."""
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled tokens of each trajectory, by domain."""
     completions_s: Mapping[str, Sequence[float]] = field(default_factory=dict)

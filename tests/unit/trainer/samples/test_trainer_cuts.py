@@ -10,8 +10,8 @@ import pytest
 from forge.core.credit.rewards import RewardWeights
 from forge.core.token_columns import float32_array, float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.samples import BatchSamples, build_samples
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.samples import BatchSamples, build_samples
 
 RULES = CreditRules(weights=RewardWeights(alpha=0.0, beta=0.0, gamma=1.0))
 

@@ -1,8 +1,8 @@
 """The rollouts of a group: the rewards of each, and its trained turns.
 
 Owns everything of a rollout that does not depend on other rollouts: its tokens, its returns, and
-the choice of trained turns. No I/O, no tensors. `services.trainer.data.group_facts` summarizes a
-group, `services.trainer.data.samples` a batch.
+the choice of trained turns. No I/O, no tensors. `services.trainer.samples.group_facts` summarizes a
+group, `services.trainer.samples.samples` a batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from forge.core.token_columns import int32_array
 from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.grammar_correction import Cut, cut_of, logprobs_without_mask
-from services.trainer.data.other_models import policy_part, policy_turns
-from services.trainer.data.speed import completion_of, reported_speed
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.grammar_correction import Cut, cut_of, logprobs_without_mask
+from services.trainer.samples.other_models import policy_part, policy_turns
+from services.trainer.samples.speed import completion_of, reported_speed
 
 LeftOut = (
     Literal["empty", "aborted", "greedy", "overlong", "share_missing", "other_model"] | SideCall

@@ -1,7 +1,7 @@
 """Fetches the trajectories of leased groups from the pool shards that hold them.
 
 Owns retries and the search for trajectories that a shard cannot read.
-`services.trainer.data.batch_source` decides what happens to their groups.
+`services.trainer.batches.batch_source` decides what happens to their groups.
 """
 
 from __future__ import annotations

@@ -11,24 +11,24 @@ import pytest
 from forge.core.credit.rewards import RewardWeights
 from forge.core.errors import InvalidArgument, Unavailable
 from forge.v1 import common_pb2, scheduler_pb2
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.divided_reading import (
+from services.trainer.batches.divided_reading import (
     DividedReading,
     ReadingSettings,
     assigned,
     tokens_of,
 )
-from services.trainer.data.group_facts import read_group
-from services.trainer.data.read_orders import (
+from services.trainer.batches.read_orders import (
     PlanGroups,
     PlanSettings,
     ReadAnswer,
     ReadGroups,
     ReadOrder,
 )
-from services.trainer.data.reading import ReadBatch, ReadersLost
-from services.trainer.data.samples import build_samples
-from services.trainer.data.trajectory_fetch import Unreadable
+from services.trainer.batches.reading import ReadBatch, ReadersLost
+from services.trainer.batches.trajectory_fetch import Unreadable
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.group_facts import read_group
+from services.trainer.samples.samples import build_samples
 from tests.support.pool.records import make_reward, make_turn
 
 RULES = CreditRules(weights=RewardWeights(), drop_flat_groups=True)

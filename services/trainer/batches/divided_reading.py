@@ -21,10 +21,8 @@ from forge.runtime.concurrency.backoff import Backoff
 from forge.runtime.telemetry import log
 from forge.runtime.tracing import is_tracing
 from forge.v1 import common_pb2, scheduler_pb2
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.group_facts import GroupCredit, GroupFacts
-from services.trainer.data.logged_rollouts import logged_places
-from services.trainer.data.read_orders import (
+from services.trainer.batches.logged_rollouts import logged_places
+from services.trainer.batches.read_orders import (
     CreditedGroup,
     LeasedGroup,
     PlanGroups,
@@ -34,9 +32,11 @@ from services.trainer.data.read_orders import (
     ReadOrder,
     error_of,
 )
-from services.trainer.data.reading import BatchDraft, PlannedBatch, ReadBatch
-from services.trainer.data.samples import BatchSamples, merged
-from services.trainer.data.trajectory_fetch import Unreadable, sealed_ids
+from services.trainer.batches.reading import BatchDraft, PlannedBatch, ReadBatch
+from services.trainer.batches.trajectory_fetch import Unreadable, sealed_ids
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.group_facts import GroupCredit, GroupFacts
+from services.trainer.samples.samples import BatchSamples, merged
 
 _ATTEMPT_S = 5.0
 """Longest wait of ranks for a shard in one attempt: it may have moved to another address."""

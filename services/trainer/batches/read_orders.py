@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import forge.core.errors
 from forge.core.errors import ForgeError
 from forge.core.routes import RouteShape
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.group_facts import GroupCredit, GroupFacts
-from services.trainer.data.logged_rollouts import LoggedRollout
+from services.trainer.batches.logged_rollouts import LoggedRollout
+from services.trainer.samples.credit_rules import CreditRules
+from services.trainer.samples.group_facts import GroupCredit, GroupFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

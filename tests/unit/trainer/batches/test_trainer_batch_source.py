@@ -18,11 +18,11 @@ from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from forge.v1.pool_pb2_grpc import PoolServiceStub
 from forge.v1.scheduler_pb2_grpc import SchedulerServiceStub
-from services.trainer.data import trajectory_fetch
-from services.trainer.data.batch_source import BatchSource, SourceSettings
-from services.trainer.data.credit_rules import CreditRules
-from services.trainer.data.reading import LocalReading
-from services.trainer.data.trajectory_fetch import TrajectoryFetch, shard_in
+from services.trainer.batches import trajectory_fetch
+from services.trainer.batches.batch_source import BatchSource, SourceSettings
+from services.trainer.batches.reading import LocalReading
+from services.trainer.batches.trajectory_fetch import TrajectoryFetch, shard_in
+from services.trainer.samples.credit_rules import CreditRules
 from tests.support.pool.records import make_reward, make_turn
 
 RULES = CreditRules(weights=RewardWeights())

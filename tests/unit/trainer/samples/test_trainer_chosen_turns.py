@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from services.trainer.data.chosen_turns import SampleSize, chosen_numbers
+from services.trainer.samples.chosen_turns import SampleSize, chosen_numbers
 
 
 def batch(*lengths_of_groups: tuple[int, ...]) -> list[SampleSize]:

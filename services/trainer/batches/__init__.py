@@ -1,0 +1,1 @@
+"""Claims on batches at the scheduler, and their reading from the pool."""

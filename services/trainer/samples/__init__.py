@@ -1,0 +1,1 @@
+"""From the trajectories of a group to the samples of a batch: returns, advantages, masks."""
