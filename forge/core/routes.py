@@ -32,6 +32,18 @@ class RouteShape:
         the width is no expert: it would look like a row that is not known."""
         return 1 if self.experts <= (256 if self.top_k > 1 else 255) else 2
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.layers * self.top_k * self.id_bytes
+
+    def span(self, rows: bytes, *, start: int) -> RouteSpan | None:
+        """Rows of the tokens from `start` on; None without any."""
+        if not rows:
+            return None
+        column = Routes(ids=rows, layers=self.layers, top_k=self.top_k, id_bytes=self.id_bytes)
+        return RouteSpan(start=start, tokens=column.tokens, routes=column)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routes:

@@ -54,3 +54,7 @@ class VllmSettings:
     hand_off: Literal["copy", "nixl"] = "copy"
     """Way of keys and values from prefill to decode: copy (through the workers), or nixl (from GPU
     to GPU, by vLLM's NixlConnector; needs the package nixl)."""
+    draft_tokens: Annotated[int, Meta(ge=0, le=8)] = 0
+    """Most tokens that the draft heads among the weights draft for one step, in the role both; 0:
+    none. With drafts vLLM lacks min_p, logit_bias, the log-probs in the model's own distribution,
+    and the continuation of grammars and penalties."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -75,8 +76,51 @@ async def test_experts_are_those_of_a_full_forward(pair: Pair) -> None:
     assert not (await pair.sample(ids)).routes
 
 
+async def test_requests_of_a_batch_have_their_own_experts(pair: Pair) -> None:
+    """More of them than run at once, of several lengths, from several tokens on, some cached; one
+    does not ask, and one ends before its first token."""
+    model = reference("qwen3_moe")
+    prompts = [prompt_ids(9 + 13 * n, seed=n % 3) for n in range(8)]
+    asked = [replace(GREEDY, max_tokens=6 + n, routes_from=5 * n) for n in range(8)]
+    asked[3] = replace(GREEDY, max_tokens=9)
+    gone = asyncio.ensure_future(pair.sample(prompts[7], asked[7]))
+    await asyncio.sleep(0)
+    gone.cancel()
+    answers = await asyncio.gather(*(map(pair.sample, prompts, asked)))
+    for ids, sampling, answer in zip(prompts, asked, answers, strict=True):
+        if sampling.routes_from is None:
+            assert not answer.routes
+        else:
+            check(answer, model, ids, start=sampling.routes_from)
+
+
+async def test_experts_of_an_answer_follow_its_weights(pair: Pair) -> None:
+    """New weights in mid-answer choose for the tokens that they compute, and the old ones for those
+    before."""
+    ids, asked = prompt_ids(40), replace(GREEDY, max_tokens=24, routes_from=0)
+    swapped: list[int] = []
+
+    async def swap(answer: Answer) -> bool:
+        if len(answer.ids) >= 4 and not swapped:
+            swapped.append(len(answer.ids))
+            await pair.load(published(reference("qwen3_moe", seed=1)), version=2)
+        return True
+
+    answer = await pair.sample(ids, asked, on_piece=swap)
+    old = len(ids) + answer.versions.count(1) - 1
+    assert len(ids) < old < len(ids) + len(answer.ids) - 1
+    found, all_ids = rows(answer.routes), ids + answer.ids[:-1]
+    expected = chosen(reference("qwen3_moe"), all_ids)[:old]
+    assert (found[:old] != expected).any((1, 2)).sum() <= 1
+    # Over keys and values of the old weights, which no full forward has.
+    assert (found[old:] != chosen(reference("qwen3_moe"), all_ids)[old:]).any((1, 2)).sum() > 1
+
+
+@pytest.mark.parametrize("engine", engines.SEPARATE)
 @pytest.mark.parametrize("over_a_wire", [True, False])
-async def test_experts_are_stored_with_keys_and_values(over_a_wire: bool, tmp_path: Path) -> None:
+async def test_experts_are_stored_with_keys_and_values(
+    engine: str, over_a_wire: bool, tmp_path: Path
+) -> None:
     """A restarted engine has the experts of prompt and answer from the store; those of the block
     with the end of the prompt, which decode stores, come with the hand-off."""
     model, ids = reference("qwen3_moe"), prompt_ids(70)
@@ -86,7 +130,7 @@ async def test_experts_are_stored_with_keys_and_values(over_a_wire: bool, tmp_pa
 
     @asynccontextmanager
     async def started() -> AsyncIterator[Pair]:
-        async with engines.SEPARATE["embedded"](folder, kv_store=store) as pair:
+        async with engines.SEPARATE[engine](folder, kv_store=store) as pair:
             await pair.load(published(model), version=1)
             yield pair
             await pair.prefill.close()

@@ -24,8 +24,10 @@ from transformers import (
 
 from forge.core.errors import ConfigError, Unavailable
 from services.inference.engines.base import ModelLimits
+from services.inference.engines.capabilities import Role
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm import provider
+from services.inference.engines.vllm.abilities import capabilities_of
 from tests.contract import engines
 from tests.contract.engines import CONTEXT_TOKENS, SAMPLED, VOCABULARY, prompt_ids, published
 
@@ -222,9 +224,9 @@ async def test_end_of_vllms_process_names_its_error(
             await pair.load(published(model), version=1)
 
 
-def test_a_record_of_experts_is_refused(tmp_path: Path) -> None:
-    """The engine declares none, and vLLM's own option, which would end the start with words of
-    vLLM, is refused with those of ours."""
+def test_vllms_own_record_of_experts_is_refused(tmp_path: Path) -> None:
+    """vLLM's option would end the start with words of vLLM; it is refused with those of ours. The
+    engine's own record is of a CPU, of one device, and of layers that Python calls."""
     engines.CONFIGS["llama"].save_pretrained(tmp_path)
     limits = ModelLimits(context_tokens=CONTEXT_TOKENS, vocabulary=VOCABULARY)
     options = EngineOptions(
@@ -233,9 +235,19 @@ def test_a_record_of_experts_is_refused(tmp_path: Path) -> None:
         device="cuda:0",
         extra={"enable_return_routed_experts": True},
     )
-    assert not engines.CAPABILITIES["vllm"].routed_experts
-    with pytest.raises(ConfigError, match="the engine vllm records no experts"):
+    with pytest.raises(ConfigError, match="vLLM records experts in its second model runner"):
         arguments.engine_arguments(options, limits, role="both", events=None)
+    assert not capabilities_of(options, "both").routed_experts
+    cases: tuple[tuple[dict[str, Any], Role, bool], ...] = (
+        ({}, "both", True),
+        ({}, "decode", False),
+        ({"enforce_eager": False}, "both", False),
+        ({"tensor_parallel_size": 2}, "both", False),
+        ({"speculative_config": {"method": "ngram"}}, "both", False),
+    )
+    for extra, role, recorded in cases:
+        options = EngineOptions(model_path=str(tmp_path), request_timeout_s=1.0, extra=extra)
+        assert capabilities_of(options, role).routed_experts == recorded
 
 
 async def test_drafts_by_weights_are_refused(tmp_path: Path) -> None:

@@ -21,18 +21,29 @@ CAPABILITIES = Capabilities(
     cache_events=True,
     shares=True,
     resumes=frozenset({"grammar", "penalties"}),
+    routed_experts=True,
 )
-"""Without drafts, in the role both; see `capabilities_of`."""
+"""Of a mixture of experts on a CPU, without drafts, in the role both; see `capabilities_of`."""
 
 
 def capabilities_of(options: EngineOptions, role: Role) -> Capabilities:
     """Return the abilities with these options."""
     if arguments.drafts(options):
         # Without the orders of `answer_logits` decode cannot begin with the token of prefill.
-        able = replace(CAPABILITIES, shares=False, resumes=frozenset(), roles=frozenset({"both"}))
+        able = replace(
+            CAPABILITIES,
+            shares=False,
+            resumes=frozenset(),
+            roles=frozenset({"both"}),
+            drafts=arguments.settings_of(options).draft_tokens > 0,
+        )
     else:
         able = CAPABILITIES
-    able = replace(able, cache_events=arguments.caches_prefixes(options))
+    able = replace(
+        able,
+        cache_events=arguments.caches_prefixes(options),
+        routed_experts=arguments.records_experts(options, role),
+    )
     if role == "both":
         return able
     return replace(able, hand_offs=frozenset({f"vllm_{arguments.settings_of(options).hand_off}"}))

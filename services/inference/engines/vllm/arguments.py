@@ -19,7 +19,7 @@ from services.inference.engine_settings import VllmSettings
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.capabilities import Role
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.vllm import extension
+from services.inference.engines.vllm import draft_heads, extension
 from services.inference.engines.vllm.answer_logits import AnswerLogits
 from services.inference.engines.vllm.hand_off import require_nixl, transfer_config
 
@@ -28,6 +28,7 @@ MOST_TOP_LOGPROBS = 20
 _LEAST_PASS_TOKENS = 2048
 _WEIGHTLESS_DRAFTS = ("ngram", "suffix", "custom_class")
 _CPU_BLOCK_TOKENS = 32
+_DEVICES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _DELTA_NET = "linear_key_head_dim"
 """In the config of a model with gated delta nets, for example Qwen 3 Next."""
 _ENVIRONMENT = {
@@ -47,11 +48,19 @@ _ENVIRONMENT = {
 }
 
 
-def prepare_environment(threads: int) -> None:
+def prepare_environment(options: EngineOptions) -> None:
     """Set what vLLM reads from the environment; a variable that is set stays."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
+    if _is_eager_on_cpu(options):
+        # vLLM's sampler has two small functions that torch would compile all the same, at the first
+        # request of each process; without a C++ compiler the process would end.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def _is_eager_on_cpu(options: EngineOptions) -> bool:
+    return options.device == "cpu" and options.extra.get("enforce_eager", True) is True
 
 
 def architecture_of(model_path: str) -> str:
@@ -157,14 +166,12 @@ def _check_hand_offs(options: EngineOptions) -> None:
     """Raises ConfigError for options that the roles prefill and decode cannot have."""
     if drafts(options):
         raise ConfigError(
-            "engine_options has speculative_config: the engine vllm drafts in the role both alone"
+            "vllm.draft_tokens, or speculative_config among engine_options: the engine vllm drafts "
+            "in the role both alone; leave it out"
         )
     if settings_of(options).hand_off == "nixl":
         require_nixl()
-    devices = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    if settings_of(options).hand_off == "copy" and any(
-        options.extra.get(name, 1) != 1 for name in devices
-    ):
+    if settings_of(options).hand_off == "copy" and not is_one_device(options):
         raise ConfigError(
             "vllm.hand_off = 'copy' moves the keys and values of one device; use 'nixl' for more"
         )
@@ -178,18 +185,53 @@ def _transfer(options: EngineOptions, role: Role) -> Any:
 
 def drafts(options: EngineOptions) -> bool:
     """Whether vLLM drafts tokens: its logits processors are then off."""
-    return options.extra.get("speculative_config") is not None
+    by_heads = settings_of(options).draft_tokens > 0
+    return by_heads or options.extra.get("speculative_config") is not None
 
 
 def _check_drafts(options: EngineOptions) -> None:
     """Raises ConfigError for drafts by weights: a publication has none for vLLM's drafters."""
     chosen = options.extra.get("speculative_config")
     method = chosen.get("method", "a draft model") if isinstance(chosen, dict) else chosen
-    if drafts(options) and method not in _WEIGHTLESS_DRAFTS:
+    if chosen is not None and method not in _WEIGHTLESS_DRAFTS:
         raise ConfigError(
             f"engine_options.speculative_config drafts by {method}: its weights come with no "
-            f"publication; the engine vllm drafts by {', '.join(_WEIGHTLESS_DRAFTS)}"
+            f"publication; the engine vllm drafts by {', '.join(_WEIGHTLESS_DRAFTS)}, or with "
+            "vllm.draft_tokens by the draft heads among the weights"
         )
+
+
+def _draft_arguments(options: EngineOptions) -> dict[str, Any]:
+    count = settings_of(options).draft_tokens
+    if not count:
+        return {}
+    return {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": f"{draft_heads.__name__}.{draft_heads.DraftHeads.__name__}",
+            "num_speculative_tokens": count,
+            **_unpadded(options, count),
+        }
+    }
+
+
+def _unpadded(options: EngineOptions, count: object) -> dict[str, Any]:
+    """A schedule of as many drafts for any number of requests. Without a schedule vLLM gives a
+    request that has all but one token in the prefix cache drafts of the token -1. The request's
+    seed then gives other tokens, and a kernel for CPUs takes a probability beside its row."""
+    return {"num_speculative_tokens_per_batch_size": [(1, options.max_running, count)]}
+
+
+def records_experts(options: EngineOptions, role: Role) -> bool:
+    """Whether the experts of a model that has some can be recorded: with each layer called by
+    Python, on one device, and with keys and values that it has computed itself."""
+    alone = role == "both" and is_one_device(options)
+    return _is_eager_on_cpu(options) and alone and not drafts(options)
+
+
+def is_one_device(options: EngineOptions) -> bool:
+    """Whether vLLM computes in one process."""
+    return all(options.extra.get(name, 1) == 1 for name in _DEVICES)
 
 
 def caches_prefixes(options: EngineOptions) -> bool:
@@ -229,11 +271,22 @@ def engine_arguments(
         | _pass_arguments(options, limits)
         | _cache_arguments(options, role=role, events=events)
         | _sampling_arguments(options)
+        | _draft_arguments(options)
         | _weight_arguments()
         | {"disable_log_stats": True}
     )
     _check_extra(options, ours)
-    return _defaults(options) | dict(options.extra) | ours
+    return _defaults(options) | _extra(options) | ours
+
+
+def _extra(options: EngineOptions) -> dict[str, Any]:
+    """Return engine_options, with drafts as `_unpadded` has them."""
+    extra = dict(options.extra)
+    chosen = extra.get("speculative_config")
+    if isinstance(chosen, dict) and "num_speculative_tokens" in chosen:
+        count = chosen["num_speculative_tokens"]
+        extra["speculative_config"] = _unpadded(options, count) | chosen
+    return extra
 
 
 def _check_options(options: EngineOptions, role: Role) -> None:
@@ -243,9 +296,9 @@ def _check_options(options: EngineOptions, role: Role) -> None:
     _check_drafts(options)
     if options.extra.get("enable_return_routed_experts"):
         raise ConfigError(
-            "engine_options.enable_return_routed_experts: the engine vllm records no experts. vLLM "
-            "returns them with its second model runner, which needs a GPU and has another sampler "
-            "than this engine; leave it out, or replay the experts of engine = 'embedded'"
+            "engine_options.enable_return_routed_experts: vLLM records experts in its second model "
+            "runner, which needs a GPU and has another sampler than this engine; leave it out: on "
+            "a CPU the engine records them itself, on a GPU replay those of engine = 'embedded'"
         )
     if role != "both":
         _check_hand_offs(options)

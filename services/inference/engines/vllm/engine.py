@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable, UnsupportedByEngines
 from forge.core.named_tensor import NamedTensor
+from forge.core.routes import RouteShape
 from forge.core.token_columns import int32_array
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
@@ -30,7 +31,7 @@ from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.aggregated import part
 from services.inference.engines.base import ModelLimits, Piece, Probe, Prompt
-from services.inference.engines.capabilities import Role
+from services.inference.engines.capabilities import Capabilities, Role
 from services.inference.engines.grammar_masks import Grammars
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
@@ -44,27 +45,15 @@ from services.inference.engines.vllm.cache_events import (
     CacheFollower,
     EventSockets,
 )
+from services.inference.engines.vllm.expert_rows import ExpertRows
 from services.inference.engines.vllm.kv_format import Layout
+from services.inference.engines.vllm.leg import Leg, to_piece, versions_in
 from services.inference.engines.vllm.processes import Processes
 from services.inference.engines.vllm.staging import Checkpoint, Staged, shared
 
 _NEVER_RESTART = Restart(max_restarts=0)
 _WATCH_S = 0.2
 _REREAD_AFTER_S = 0.05
-
-
-@dataclass(slots=True, kw_only=True)
-class Leg:
-    """One leg of a request: its input from the leg before, and its output for the next one."""
-
-    first: tuple[int, ...] = ()
-    """Tokens that the answer begins with: prefill has sampled them."""
-    transfer: dict[str, Any] = field(default_factory=dict)
-    """vLLM's kv_transfer_params; empty for none."""
-    version: int = 0
-    """Of the weights of the keys and values that arrive."""
-    returned: dict[str, Any] | None = None
-    """Set at the end: what vLLM gives to the next leg."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +85,13 @@ class VllmEngine:
         follower: CacheFollower,
         limits: ModelLimits,
         options: EngineOptions,
-        role: Role,
+        capabilities: Capabilities,
+        routes: RouteShape | None,
         watch: ActorRef,
     ) -> None:
         self.limits = limits
-        self.capabilities = capabilities_of(options, role)
+        self.capabilities = capabilities
+        self._routes = routes
         self.capacity = options.max_running
         self.version = 0
         self._processes = processes
@@ -135,7 +126,7 @@ class VllmEngine:
         ends."""
         limits = read_limits(options.model_path, context_tokens=options.context_tokens)
         arguments.check_model(options.model_path, device=options.device, dtype=options.dtype)
-        arguments.prepare_environment(options.threads)
+        arguments.prepare_environment(options)
         sockets = EventSockets()
         follower = CacheFollower(sockets, CacheEvents(block_tokens=options.block_tokens))
         processes = None
@@ -145,10 +136,13 @@ class VllmEngine:
             # made on, and the worker serves nothing before.
             processes = Processes.start(AsyncEngineArgs(**chosen))
             model = arguments.meta_model(options.model_path)
-            checkpoint = Checkpoint(model, served=processes.llm.model_config.dtype)
-            await processes.prepare(
-                checkpoint, model=options.model_path, answers=not arguments.drafts(options)
+            able = capabilities_of(options, role)
+            checkpoint = Checkpoint(
+                model, served=processes.llm.model_config.dtype, drafts=able.drafts
             )
+            await processes.prepare(checkpoint, model=options.model_path, able=able)
+            routes = await processes.record_experts() if able.routed_experts else None
+            able = replace(able, routed_experts=routes is not None)
             await follower.start()
         except BaseException:
             await follower.close()
@@ -156,8 +150,8 @@ class VllmEngine:
                 processes.llm.shutdown()
             raise
         watch = await actors.spawn(_ProcessWatch, name="vllm", restart=_NEVER_RESTART)
-        log.info("vllm_started", capabilities=capabilities_of(options, role).described())
-        return cls(processes, checkpoint, follower, limits, options, role, watch)
+        log.info("vllm_started", capabilities=able.described())
+        return cls(processes, checkpoint, follower, limits, options, able, routes, watch)
 
     @property
     def cache_tokens(self) -> int:
@@ -188,20 +182,20 @@ class VllmEngine:
         """See `AggregatedEngine`. `leg`: None for a request that begins and ends here."""
         leg = leg or Leg()
         params = await self._params(prompt, leg)
-        begun = self._loaded
-        collector = await self._begin(prompt, params, leg)
-        # The state knows the version of each token; it stays when the request has ended.
-        state = self._llm.output_processor.request_states.get(collector.request_id)
-        sampled, finished = 0, False
+        begun, collector, sampled, finished = self._loaded, None, 0, False
+        leg.rows = self._expert_rows(prompt)
         try:
+            collector = await self._begin(prompt, params, leg)
+            # The state knows the version of each token; it stays when the request has ended.
+            state = self._llm.output_processor.request_states.get(collector.request_id)
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished, leg.returned = output.finished, output.kv_transfer_params
-                versions = _versions(output.outputs[0], state, sampled)
+                versions = versions_in(output.outputs[0], state, sampled)
                 await self._tried(versions)
-                piece = _piece(output, prompt, versions, begins=not sampled)
                 new = len(versions)
                 sampled += new
+                piece = to_piece(output, prompt, versions, sampled=sampled, rows=leg.rows)
                 kept = versions.count(begun) if self._recompute else new
                 if kept < new:
                     if kept:
@@ -213,9 +207,17 @@ class VllmEngine:
             finished = True
             raise Unavailable(self._processes.why_ended()) from error
         finally:
-            if not finished:
+            if collector is not None and not finished:
                 await self._llm.abort(collector.request_id, internal=True)
-            collector.close()
+            if collector is not None:
+                collector.close()
+            leg.close()
+
+    def _expert_rows(self, prompt: Prompt) -> ExpertRows | None:
+        start = prompt.sampling.routes_from
+        if self._routes is None or start is None:
+            return None
+        return ExpertRows(self._routes, start=start)
 
     async def _params(self, prompt: Prompt, leg: Leg) -> SamplingParams:
         """Return vLLM's parameters. Raises Unavailable before the first weights, and the errors of
@@ -244,6 +246,8 @@ class VllmEngine:
         extra = params.extra_args or {}
         if self._cached.reports_reused:
             extra |= REPORT_REUSED
+        if leg.rows is not None:
+            extra |= leg.rows.extra_args()
         if leg.version not in (0, self._loaded):
             # Under the salt of these weights they would reach other requests, too.
             REFUSED_HAND_OFFS.labels("version").inc()
@@ -280,6 +284,7 @@ class VllmEngine:
                 await self._try(staged, probe)
                 self._refused.discard(version)
                 self._served, self.version = staged, version
+                await self._log_drafts()
             except ForgeError:
                 self._refused.add(version)
                 if self._served is not None and not self._lost:
@@ -288,6 +293,11 @@ class VllmEngine:
             finally:
                 trial.set_result(None)
                 del self._trials[version]
+
+    async def _log_drafts(self) -> None:
+        if self.capabilities.drafts:
+            drafted, accepted = (await self._processes.call("forge_drafts"))[0]
+            log.info("drafts_verified", drafted=drafted, accepted=accepted)
 
     async def _serve(self, staged: Staged) -> None:
         """Load weights between two steps; requests in flight continue under them."""
@@ -346,26 +356,6 @@ class VllmEngine:
         self._lost = True
         if self._watch.alive:
             self._watch.tell(_Ended(reason))
-
-
-def _versions(completion: Any, state: Any, sampled: int) -> list[int]:
-    """Return the version of each new token, after `sampled` ones. `state`: vLLM's, None for a
-    request that ended before it was found."""
-    if state is not None:
-        starts = state.weight_version_starts
-    else:
-        starts = [(span.version, span.start) for span in completion.weight_versions or ()]
-    return sampling.versions_of(starts, sampled, len(completion.token_ids))
-
-
-def _piece(output: Any, prompt: Prompt, versions: list[int], *, begins: bool) -> Piece:
-    """Return the piece of an output. `begins`: whether it is the first one."""
-    completion = output.outputs[0]
-    return Piece(
-        tokens=sampling.to_tokens(completion, prompt.sampling, versions),
-        finish=sampling.to_finish(completion.finish_reason),
-        cached_tokens=(output.num_cached_tokens or 0) if begins else 0,
-    )
 
 
 def _end_token(model_path: str) -> int | None:

@@ -25,9 +25,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from xxhash import xxh3_64_intdigest
 
 from services.inference.engines.tensor_bytes import from_bytes
-from services.inference.engines.vllm import reload
+from services.inference.engines.vllm import cpu_kernels, draft_heads, expert_recorder, reload
 from services.inference.engines.vllm.answer_logits import install
 from services.inference.engines.vllm.kv_format import Layout, layout_of
+from services.inference.engines.weight_checks import DRAFT_PREFIX
 
 BACKEND = "forge"
 
@@ -49,6 +50,26 @@ class WorkerExtension:
     def forge_answer_sampler(self) -> None:
         """Have the model runner sample with `AnswerSampler`."""
         install(self.model_runner)  # type: ignore[attr-defined]
+
+    def forge_prepare_drafts(self, by_heads: bool) -> None:
+        """Mend the sampler of drafts; with `by_heads`, draft by `DraftHeads`."""
+        cpu_kernels.install()
+        if by_heads:
+            draft_heads.install(self.model_runner)  # type: ignore[attr-defined]
+
+    def forge_drafts(self) -> tuple[int, int]:
+        """Return how many tokens the heads drafted, and how many of them were accepted."""
+        drafter = self.model_runner.drafter  # type: ignore[attr-defined]
+        return drafter.drafted, drafter.accepted
+
+    def forge_record_experts(self) -> tuple[int, int, int] | str:
+        """Record the experts of each token from now on. Return layers, experts of a token and
+        experts of a layer, or why they cannot be recorded."""
+        try:
+            shape = expert_recorder.install(self.model_runner)  # type: ignore[attr-defined]
+        except expert_recorder.NotRecordable as error:
+            return str(error)
+        return shape.layers, shape.top_k, shape.experts
 
     def forge_lost_weights(
         self, tensors: list[tuple[str, str, list[int]]]
@@ -96,6 +117,7 @@ class ForgeTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Prepare the model; see `reload`."""
+        self._heads: dict[str, torch.Tensor] = {}
         reload.begin(self.model)
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
@@ -103,11 +125,16 @@ class ForgeTransfer(WeightTransferEngine):  # type: ignore[misc]
         with open(update_info.path, "rb") as file:  # noqa: PTH123 (a descriptor of another process)
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         data = memoryview(mapped)
-        reload.load(self.model, [_tensor(data, entry) for entry in update_info.tensors])
+        found = [_tensor(data, entry) for entry in update_info.tensors]
+        reload.load(self.model, [one for one in found if not one[0].startswith(DRAFT_PREFIX)])
+        self._heads |= {name: one for name, one in found if name.startswith(DRAFT_PREFIX)}
 
     def finish_weight_update(self) -> None:
         """Post-process the loaded weights and serve them."""
         reload.finish(self.model, self.model_config)
+        drafter = draft_heads.drafter_of(self.model)
+        if drafter is not None:
+            drafter.serve(self._heads)
 
     def shutdown(self) -> None:
         """Nothing to release."""

@@ -14,7 +14,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge.core.errors import ConfigError, Unavailable
+from forge.core.routes import RouteShape
 from forge.runtime.telemetry import log
+from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.vllm.engine_output import EngineOutput
 from services.inference.engines.vllm.staging import Checkpoint
 
@@ -48,12 +50,15 @@ class Processes:
             raise Unavailable(f"engine = 'vllm': vLLM did not start: {found}") from error
         return cls(llm, output)
 
-    async def prepare(self, checkpoint: Checkpoint, *, model: str, answers: bool) -> None:
-        """Have them end when this process ends, also by SIGKILL; with `answers`, sample as
-        `answer_logits` does. Raises ConfigError for a model that loses weights in an update."""
+    async def prepare(self, checkpoint: Checkpoint, *, model: str, able: Capabilities) -> None:
+        """Have them end when this process ends, also by SIGKILL; sample as `answer_logits` does
+        unless they draft; draft as `draft_heads` does with the ability `drafts`. Raises ConfigError
+        for a model that loses weights in an update."""
         await self.call("forge_end_with", os.getpid())
-        if answers:
+        if able.shares:
             await self.call("forge_answer_sampler")
+        else:
+            await self.call("forge_prepare_drafts", able.drafts)
         for problem, lost in await self.call("forge_lost_weights", checkpoint.tensors):
             if problem:
                 log.warning("vllm_reload_not_tried", error=problem)
@@ -64,6 +69,15 @@ class Processes:
                     f"{lost[0]}{others}: this vLLM takes no tensor for it, or copies one past its "
                     "loader; choose another engine"
                 )
+
+    async def record_experts(self) -> RouteShape | None:
+        """Have them record the experts of each token; None if they cannot."""
+        (found,) = await self.call("forge_record_experts")
+        if isinstance(found, str):
+            log.debug("experts_not_recorded", reason=found)
+            return None
+        layers, top_k, experts = found
+        return RouteShape(layers=layers, top_k=top_k, experts=experts)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker's extension, on all ranks. Raises Unavailable if a process

@@ -30,7 +30,7 @@ from services.inference.engines.capabilities import Role
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm.arguments import architecture_of, settings_of
-from services.inference.engines.vllm.engine import Leg, VllmEngine
+from services.inference.engines.vllm.engine import VllmEngine
 from services.inference.engines.vllm.hand_off import (
     CopyHandOffs,
     HandOffs,
@@ -38,6 +38,7 @@ from services.inference.engines.vllm.hand_off import (
     NixlHandOffs,
     Saving,
 )
+from services.inference.engines.vllm.leg import Leg
 
 
 class _Role(Served):

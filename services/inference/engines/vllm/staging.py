@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_intdigest
 
+from forge.core.errors import InvalidArgument
 from forge.core.named_tensor import NamedTensor
+from forge.rl.mtp.heads import MtpHeads
+from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights
-from services.inference.engines.tensor_bytes import is_finite
-from services.inference.engines.weight_checks import check_tensor, match_names
+from services.inference.engines.tensor_bytes import from_named, is_finite
+from services.inference.engines.weight_checks import DRAFT_PREFIX, check_tensor, match_names
 
 _ALIGNED = 64
 
@@ -41,15 +44,21 @@ class Staged:
     tensors: tuple[NamedTensor, ...]
     rounded: bool
     """Published or served in 16 bits."""
+    heads: tuple[NamedTensor, ...] = ()
+    """Draft heads to draft with."""
 
 
 class Checkpoint:
     """Tensors of a checkpoint of the model: names, shapes, ties."""
 
-    def __init__(self, model: torch.nn.Module, *, served: torch.dtype) -> None:
-        """`model`: of transformers, without data. `served`: the type that vLLM computes in."""
+    def __init__(
+        self, model: torch.nn.Module, *, served: torch.dtype, drafts: bool = False
+    ) -> None:
+        """`model`: of transformers, without data. `served`: the type that vLLM computes in.
+        `drafts`: whether to take draft heads."""
         self._weights = tuple(_weights_of(model))
         self._served = served
+        self._heads = _Heads(model) if drafts else None
 
     @property
     def tensors(self) -> list[tuple[str, str, list[int]]]:
@@ -61,7 +70,8 @@ class Checkpoint:
 
     def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Staged:
         """Check a set of weights. Tied weights may have any or all of their names; draft heads are
-        left out. Raises UnfitWeights, BrokenWeights for NaN or infinity."""
+        left out if they do not fit, or if vLLM does not draft. Raises UnfitWeights, BrokenWeights
+        for NaN or infinity."""
         names = match_names([w.names for w in self._weights], tensors, version=version)
         rounded = self._served.itemsize < 4
         staged = []
@@ -73,7 +83,41 @@ class Checkpoint:
                 raise BrokenWeights(f"weights {version}: {name} has NaN or infinity")
             rounded |= tensor.is_floating_point() and tensor.dtype.itemsize < 4
             staged.append(replace(tensors[name], name=weight.names[0]))
-        return Staged(version=version, tensors=tuple(staged), rounded=rounded)
+        heads = self._heads.checked(tensors, version=version) if self._heads is not None else ()
+        return Staged(version=version, tensors=tuple(staged), rounded=rounded, heads=heads)
+
+
+class _Heads:
+    """The draft heads that a model can have."""
+
+    def __init__(self, model: Any) -> None:
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
+        self._embedding_channels: int = embedding.shape[1]
+        self._channels: int = (embedding if head is None else head.weight).shape[1]
+        self._note = ""
+
+    def checked(
+        self, tensors: Mapping[str, NamedTensor], *, version: int
+    ) -> tuple[NamedTensor, ...]:
+        """Return those among the weights that fit; log a reason once, until it changes."""
+        found = {name: one for name, one in tensors.items() if name.startswith(DRAFT_PREFIX)}
+        note = "" if found else "the weights have no draft heads"
+        try:
+            if found:
+                self._check({name: from_named(one) for name, one in found.items()})
+        except InvalidArgument as error:
+            note, found = str(error), {}
+        if note != self._note:
+            self._note = note
+            event = "draft_heads_not_served" if note else "draft_heads_served"
+            log.info(event, weight_version=version, reason=note)
+        return tuple(found.values())
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        MtpHeads.of(tensors, channels=self._channels, embedding_channels=self._embedding_channels)
+        if not all(is_finite(one) for one in tensors.values()):
+            raise InvalidArgument("MTP heads have NaN or infinity")
 
 
 def _weights_of(model: torch.nn.Module) -> Iterator[Weight]:
@@ -91,7 +135,7 @@ def _weights_of(model: torch.nn.Module) -> Iterator[Weight]:
 def shared(staged: Staged) -> Iterator[dict[str, Any]]:
     """Copy the weights to memory that vLLM's process can open; yield the update that names it."""
     entries, end = [], 0
-    for tensor in staged.tensors:
+    for tensor in (*staged.tensors, *staged.heads):
         start = -(-end // _ALIGNED) * _ALIGNED
         end = start + len(tensor.data)
         entries.append((tensor, start))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forge.core.routes import Routes, RouteShape, RouteSpan
+from forge.core.routes import RouteShape, RouteSpan
 from services.inference.engines.base import KvSpan, RefusedHandOff
 from services.inference.engines.embedded.recurrent.shape import StateShape
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
@@ -44,8 +44,7 @@ class KvShape:
     @property
     def route_bytes(self) -> int:
         """Bytes of the experts of one token; 0 if they are not recorded."""
-        shape = self.routes
-        return 0 if shape is None else shape.layers * shape.top_k * shape.id_bytes
+        return 0 if self.routes is None else self.routes.row_bytes
 
     def unknown_routes(self, tokens: int) -> torch.Tensor:
         """Rows of tokens whose experts are not known: [tokens, route_bytes], on the host."""
@@ -53,11 +52,7 @@ class KvShape:
 
     def route_span(self, rows: bytes, *, start: int) -> RouteSpan | None:
         """Rows of the tokens from `start` on, for a caller; None without any."""
-        shape = self.routes
-        if shape is None or not rows:
-            return None
-        column = Routes(ids=rows, layers=shape.layers, top_k=shape.top_k, id_bytes=shape.id_bytes)
-        return RouteSpan(start=start, tokens=column.tokens, routes=column)
+        return self.routes.span(rows, start=start) if self.routes is not None else None
 
     @property
     def token_bytes(self) -> int:
