@@ -9,7 +9,8 @@ keeps only the rounded matrices (`store_narrow`).
 One different rounding of one value to 16 bits grows, over the layers, to the noise of independent
 roundings. On a CPU no rounding differs: oneDNN adds up the products of a row in the same order for
 any number of rows but one, and attention, whose sums have another order in each kernel call, adds
-up in float64 (`attention_type`), where the order changes nothing that the rounding keeps.
+up in float64 (`attention_type`), where the order changes nothing that the rounding keeps. So do the
+scans and convolutions of recurrent layers (`forge.rl.scans`).
 
 Owns which parameters are matrices, and the patches of modules that autocast does not know.
 """
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from forge.rl import scans
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ROUTERS = ("gate", "router")
@@ -60,10 +63,11 @@ def patch(model: nn.Module) -> None:
     for module in model.modules():
         if _expert_parameters(module):
             module.forward = partial(_in_matrix_type, module)
+    scans.patch(model)
 
 
 def store_narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep matrices in `dtype` and all other floating-point parameters in float32."""
+    """Keep matrices in `dtype`, all other floating-point parameters and buffers in float32."""
     wide = {id(one) for module in wide_modules(model) for one in module.parameters()}
     matrices: set[int] = set()
     for module in model.modules():
@@ -72,6 +76,8 @@ def store_narrow(model: nn.Module, dtype: torch.dtype) -> None:
     for one in model.parameters():
         if one.is_floating_point():
             one.data = one.data.to(dtype if id(one) in matrices - wide else torch.float32)
+    for buffer in model.buffers():
+        buffer.data = _widened(buffer.data)
 
 
 def wide_modules(model: nn.Module) -> list[nn.Module]:

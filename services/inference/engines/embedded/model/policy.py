@@ -137,11 +137,7 @@ class Policy:
         config = read_config(model_path)
         try:
             kind = DTYPES[dtype] if dtype != "auto" else _fast_type(config.dtype, device)
-            with no_init_weights():
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=kind, attn_implementation=attention.IMPLEMENTATION
-                )
-            model.tie_weights()
+            model = _built(config, kind)
         except (ValueError, KeyError, OSError) as error:
             raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
         text = config.get_text_config(decoder=True)
@@ -342,6 +338,23 @@ def read_config(model_path: str) -> Any:
         return AutoConfig.from_pretrained(model_path)
     except (ValueError, KeyError, OSError) as error:
         raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
+
+
+def _built(config: Any, kind: torch.dtype) -> Any:
+    """A model with undefined weights of this type. Its buffers are at least float32: a model built
+    in 16 bits has rounded them."""
+    narrow = numerics.is_narrow(kind)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32 if narrow else kind,
+            attn_implementation=attention.IMPLEMENTATION,
+        )
+    model.tie_weights()
+    for one in model.parameters():
+        if narrow and one.is_floating_point():
+            one.data = torch.empty_like(one, dtype=kind)
+    return model
 
 
 def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:

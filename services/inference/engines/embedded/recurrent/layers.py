@@ -12,6 +12,7 @@ states of one sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from forge.core.errors import InvalidArgument
+from forge.rl import scans
 from forge.rl.model.forked_states import cache_name, scan_takes_state
 from services.inference.engines.embedded.recurrent.shape import Key, StateShape
 
@@ -49,6 +51,8 @@ class RecurrentLayers:
             _Layer(number, one, cache_name(one), scan_takes_state(one))
             for number, one in enumerate(filter(cache_name, model.modules()))
         ]
+        if layers:
+            scans.patch(model)
         for layer in layers:
             layer.module.forward = partial(self._forward, layer)
         self.shape: StateShape | None = None
@@ -128,10 +132,28 @@ class _Layer:
     def own(self, hidden_states: torch.Tensor, *places: Any, **named: Any) -> torch.Tensor:
         """The layer's own forward."""
         kind = type(self.module)
-        output: object = kind.forward(self.module, hidden_states, *places, **named)
+        with scans.handled(self._scan):
+            output: object = kind.forward(self.module, hidden_states, *places, **named)
         if not isinstance(output, torch.Tensor):
             raise InvalidArgument(f"{kind.__name__} returns more than its output")
         return output
+
+    def _scan(self, name: str, compute: scans.Compute, arguments: dict[str, Any]) -> Any:
+        """Bound the time step of a decode step: transformers bounds it only in scans of chunks."""
+        least, most = getattr(self.module, "time_step_limit", (0.0, math.inf))
+        if name == "mamba2_selective_state_update" and (least, most) != (0.0, math.inf):
+            step, bias = arguments["dt"], arguments["dt_bias"]
+            kind = torch.float64 if step.device.type == "cpu" else torch.float32
+            bounds = (_before_softplus(least), _before_softplus(most))
+            step = (step.to(kind) + bias.to(kind)).clamp(*bounds)
+            arguments = arguments | {"dt": step, "dt_bias": None}
+        return compute(arguments)
+
+
+def _before_softplus(step: float) -> float:
+    if step <= 0:
+        return -math.inf
+    return math.log(math.expm1(step)) if step < 20 else step
 
 
 class _FirstCache:

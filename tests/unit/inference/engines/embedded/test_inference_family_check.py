@@ -35,6 +35,7 @@ FAMILIES: dict[str, Family] = {one.name: one for one in families()}
         "nemotron_h",
         "jamba",
         "kimi_linear",
+        "zamba2",
     ],
 )
 def test_served_family_is_exact(name: str) -> None:
