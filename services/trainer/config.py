@@ -226,8 +226,8 @@ class TrainerConfig(ServiceConfig):
     size). ranks needs mesh.dp_shard or mesh.tp above 1, workers that reach the gRPC port of each
     rank (port plus its number, on its host), and workers of this release or later."""
     read_from: Literal["rank_0", "ranks"] = "rank_0"
-    """Reader and planner of trajectories: rank_0 (all), or ranks (the first rank of each data
-    group). ranks needs mesh.dp_shard above 1, and ranks that reach the pool."""
+    """Reader and planner of trajectories: rank_0 (all), or ranks (the first of each data group).
+    ranks needs data groups, mesh.dp_shard or mesh.tp above 1, and ranks that reach the pool."""
     rank_token_file: str = ""
     """File with a token of `forge token issue rank`, for ranks that read; empty: key_file."""
     kept_versions: Annotated[int, Meta(ge=2, le=64)] = 2

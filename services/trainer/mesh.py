@@ -52,13 +52,14 @@ def check_reading(read_from: str, rank_token_file: str, shape: MeshShape) -> Non
     """Raises `InvalidArgument` for ranks that cannot read, and a token that no rank uses."""
     if read_from == "ranks" and not shape.sharded:
         raise InvalidArgument(
-            "read_from = ranks is not allowed with mesh.dp_shard = 1: ranks with whole weights "
-            "retry a batch in smaller trees after a shortage of memory, and need all samples"
+            "read_from = ranks is not allowed with mesh.dp_shard = 1 and mesh.tp = 1: ranks with "
+            "whole weights retry a batch in smaller trees after a shortage of memory, and need all "
+            "samples; set read_from = rank_0, or divide the weights"
         )
     if read_from == "ranks" and shape.data_groups == 1:
         raise InvalidArgument(
             "read_from = ranks is not allowed with mesh.dp_shard = 1 and mesh.dp_replicate = 1: "
-            "all ranks compute the same trees"
+            "all ranks compute the same trees; set read_from = rank_0"
         )
     if rank_token_file and read_from != "ranks":
         raise InvalidArgument(

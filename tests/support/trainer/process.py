@@ -198,10 +198,17 @@ class TrainerClient:
                     return manifest
         raise AssertionError("the stream of manifests does not end")
 
-    async def fetch(self, address: str, version: int) -> list[common_pb2.Tensor]:
-        """The weights of one version, as a worker gets them."""
+    async def fetch(
+        self, address: str, version: int, *, segment_from: int | None = None
+    ) -> list[common_pb2.Tensor]:
+        """The weights of one version, as a worker gets them; or the segment of a rank, which begins
+        with that tensor."""
         stub = WeightServiceStub(self._channels.get(address))
-        request = inference_pb2.FetchWeightsRequest(weight_version=version)
+        request = inference_pb2.FetchWeightsRequest(
+            weight_version=version,
+            from_tensor=segment_from or 0,
+            segments=segment_from is not None,
+        )
         joiner = Joiner()
         tensors = []
         call: Any = stub.FetchWeights(request, timeout=CALL_S)

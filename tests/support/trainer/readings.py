@@ -56,8 +56,11 @@ from services.trainer.samples.samples import BatchSamples
 from tests.support.rl.models import tiny_model, wide_norms
 from tests.support.trainer.reading_cases import CASES, Case, groups_of, leased
 
-MESHES = {2: ["1x2x1"], 4: ["1x4x1", "2x2x1", "1x2x2"]}
-"""Meshes by number of ranks: dp_replicate x dp_shard x cp."""
+MESHES = {
+    2: ["1x2x1x1"],
+    4: ["1x4x1x1", "2x2x1x1", "1x2x2x1", "1x2x1x2", "2x1x1x2"],
+}
+"""Meshes by number of ranks: dp_replicate x dp_shard x cp x tp."""
 BUDGET = 24
 CHANNELS = 16
 
@@ -95,8 +98,8 @@ class Rank:
 
     @classmethod
     def of(cls, mesh: str, key: Path, address: str) -> Rank:
-        replicate, shard, cp = map(int, mesh.split("x"))
-        settings = MeshSettings(dp_replicate=replicate, dp_shard=shard, cp=cp)
+        replicate, shard, cp, tp = map(int, mesh.split("x"))
+        settings = MeshSettings(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
         token = key.with_suffix(".token")
         config = TrainerConfig(
             key_file=str(key),
