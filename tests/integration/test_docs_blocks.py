@@ -1,4 +1,4 @@
-"""The blocks of the README and of docs/agents.md, run as they stand against real processes.
+"""The blocks of the README, docs/agents.md and docs/rewards.md, run against real processes.
 
 What a block leaves open (host, key, connection, prompt) is filled in; nothing else is changed. The
 model is scripted: it answers what stands in SAY[[...]].
@@ -38,9 +38,11 @@ from tests.support.suite.doc_blocks import ROOT, Block, blocks
 QUICK_START, OPENAI = blocks("README.md")
 _FIRST_AGENT = 7
 """Blocks that tests/e2e/test_e2e_first_agent.py runs."""
-RUNNER, PROGRAM, ANTHROPIC, AGENTS_SDK, FOLD, DOMAIN, GRADE, REWARD, HARNESS, OPERATOR = blocks(
-    "docs/agents.md"
-)[_FIRST_AGENT:]
+RUNNER, PROGRAM, ANTHROPIC, AGENTS_SDK, FOLD, DOMAIN, REWARD, OPERATOR = blocks("docs/agents.md")[
+    _FIRST_AGENT:
+]
+GRADE, _REWARD, HARNESS = blocks("docs/rewards.md")
+assert _REWARD == REWARD
 GRADED = "--reward-functions trivia=my_rewards:grade"
 """Has each answer scored by the page's own reward function."""
 _NUMBERS = itertools.count()
