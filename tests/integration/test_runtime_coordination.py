@@ -186,7 +186,7 @@ async def test_every_candidate_is_elected_in_turn(coordinator: Coordinator) -> N
     assert len(fences) == 6
 
 
-@pytest.mark.parametrize("entered", ["discovery", "office"])
+@pytest.mark.parametrize("entered", ["discovery", "leadership"])
 async def test_cancelled_registration_leaves_no_entry(
     entered: str, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,7 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
     division = Division(model, named_layers(model), mesh.size())
     if division.whole_experts:
         log.warning(
-            "mesh.tp = %d does not divide the experts of %s, which every part computes: %s",
+            "mesh.tp = %d does not divide the experts of %s; every part computes all of them: %s",
             mesh.size(),
             type(model).__name__,
             division.whole_experts,

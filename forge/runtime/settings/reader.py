@@ -36,8 +36,9 @@ _HELP = """usage: {service} [--config FILE] [--print-config | --check] [--SETTIN
 
 {purpose}
 
-Each setting may come from, weak to strong: a key of FILE, FORGE_<KEY>, {own}<KEY>, a flag.
-heat_c of the table [oven] is FORGE_OVEN__HEAT_C and --oven.heat-c. FILE with all defaults:
+Sources of a setting, the later ones win: FILE, FORGE_<KEY>, {own}<KEY>, a flag. For example
+sample_ratio of the table [tracing] is FORGE_TRACING__SAMPLE_RATIO and --tracing.sample-ratio.
+FILE with all defaults:
 """
 
 

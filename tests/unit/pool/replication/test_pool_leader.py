@@ -34,12 +34,12 @@ FENCE = 7
 
 @dataclass
 class Etcd(Coordinator):
-    """Stands in for the coordinator: the record and the leader's key, which may be out of reach."""
+    """Stands in for the coordinator: the record and the leader's key, which may be unreachable."""
 
     stored: Versioned | None = None
     leader: Versioned | None = None
     down: bool = False
-    asked_in_vain: int = 0
+    failed_calls: int = 0
     before_write: Callable[[], None] = lambda: None
 
     async def get(self, key: str) -> Versioned | None:
@@ -62,12 +62,12 @@ class Etcd(Coordinator):
 
     def _check(self) -> None:
         if self.down:
-            self.asked_in_vain += 1
+            self.failed_calls += 1
             raise Unavailable("etcd does not answer")
 
 
 class Lease(Leadership):
-    """Stands in for a leadership that holds, or is over."""
+    """Stands in for a leadership that holds, or has ended."""
 
     def __init__(self, *, expired: bool = False) -> None:
         self.fence = FENCE
@@ -83,7 +83,7 @@ class Lease(Leadership):
 
 
 @dataclass
-class Office:
+class Shard:
     """A leader with its store, its etcd, and a follower that may join."""
 
     leader: Leader
@@ -112,15 +112,15 @@ class Office:
 
 
 @pytest_asyncio.fixture
-async def make_office(
+async def make_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[[int], Office]]:
-    """An office with that many copies wanted; it has not begun."""
+) -> AsyncIterator[Callable[[int], Shard]]:
+    """Makes a shard with this `min_copies`; its leader has not begun."""
     monkeypatch.setattr("services.pool.replication.leader.RETRY_S", 0.001)
     readers = Readers(1)
-    made: list[Office] = []
+    made: list[Shard] = []
 
-    def make(min_copies: int) -> Office:
+    def make(min_copies: int) -> Shard:
         node, other = Node(tmp_path / "a"), Node(tmp_path / "b")
         node.lead()
         etcd = Etcd()
@@ -142,104 +142,104 @@ async def make_office(
             on_members=lambda: None,
         )
         node.store.count_commits(leader.committed)
-        made.append(Office(leader, node, other, etcd))
+        made.append(Shard(leader, node, other, etcd))
         return made[-1]
 
     yield make
-    for office in made:
-        await office.leader.close()
-        office.node.store.close()
-        office.other.store.close()
+    for shard in made:
+        await shard.leader.close()
+        shard.node.store.close()
+        shard.other.store.close()
     await readers.close()
 
 
-async def test_leader_waits_for_the_record_before_it_serves_alone(make_office):
+async def test_leader_waits_for_the_record_before_it_serves_alone(make_shard):
     """With etcd unreachable a lone leader refuses writes, although one copy is enough."""
-    office = make_office(1)
-    office.etcd.down = True
+    shard = make_shard(1)
+    shard.etcd.down = True
     with pytest.raises(Unavailable):
-        await office.leader.begin()
+        await shard.leader.begin()
     with pytest.raises(Unavailable, match="is not accepting writes"):
-        office.leader.gate.admit()
-    office.etcd.down = False
-    await office.leader.begin()
-    assert await office.in_sync() == {office.ids[0]}
-    office.leader.gate.admit()
+        shard.leader.gate.admit()
+    shard.etcd.down = False
+    await shard.leader.begin()
+    assert await shard.in_sync() == {shard.ids[0]}
+    shard.leader.gate.admit()
 
 
-async def test_elected_leader_asks_an_unreachable_etcd_with_pauses(make_office, monkeypatch):
+async def test_elected_leader_asks_an_unreachable_etcd_with_pauses(make_shard, monkeypatch):
     """Not as fast as it is refused."""
-    office = make_office(1)
-    await office.leader.begin()
-    office.leader.leadership = Lease(expired=True)
-    office.etcd.down = True
+    shard = make_shard(1)
+    await shard.leader.begin()
+    shard.leader.leadership = Lease(expired=True)
+    shard.etcd.down = True
     monkeypatch.setattr("services.pool.replication.leader.RETRY_S", 60.0)
-    holding = asyncio.create_task(office.leader.hold())
-    await until(lambda: office.etcd.asked_in_vain)
+    holding = asyncio.create_task(shard.leader.hold())
+    await until(lambda: shard.etcd.failed_calls)
     await settle()
-    assert office.etcd.asked_in_vain == 1
+    assert shard.etcd.failed_calls == 1
     holding.cancel()
     await asyncio.wait({holding})
 
 
-async def test_lone_leader_refuses_writes_if_two_copies_are_required(make_office):
+async def test_lone_leader_refuses_writes_if_two_copies_are_required(make_shard):
     """The record stays: the replicas in sync have all acknowledged writes."""
-    office = make_office(2)
-    await office.leader.begin()
-    assert await office.in_sync() == set(office.ids)
+    shard = make_shard(2)
+    await shard.leader.begin()
+    assert await shard.in_sync() == set(shard.ids)
     with pytest.raises(Unavailable, match="min_copies is 2"):
-        office.leader.gate.admit()
+        shard.leader.gate.admit()
 
 
-async def test_follower_has_every_commit_before_it_is_recorded(make_office):
+async def test_follower_has_every_commit_before_it_is_recorded(make_shard):
     """From the moment it is in the record it may be elected."""
-    office = make_office(1)
-    await office.leader.begin()
-    office.write("alone")
+    shard = make_shard(1)
+    await shard.leader.begin()
+    shard.write("alone")
     seen = []
-    office.etcd.before_write = lambda: seen.append(
-        office.other.state().position >= office.leader.gate.position
+    shard.etcd.before_write = lambda: seen.append(
+        shard.other.state().position >= shard.leader.gate.position
     )
-    link = office.leader.accept(office.other.follower_state())
-    office.write("while-it-joins")
-    async with delivering(link, office.other):
-        await office.until_joined()
+    link = shard.leader.accept(shard.other.follower_state())
+    shard.write("while-it-joins")
+    async with delivering(link, shard.other):
+        await shard.until_joined()
         assert seen == [True]
-        assert office.leader.gate.required
+        assert shard.leader.gate.required
 
 
 @pytest.mark.parametrize("min_copies", [1, 2])
-async def test_loss_of_a_follower_is_recorded_before_answers_are_sent(make_office, min_copies):
+async def test_loss_of_a_follower_is_recorded_before_answers_are_sent(make_shard, min_copies):
     """Waiting answers are sent once the leader is recorded as alone, or refused if two copies are
     required."""
-    office = make_office(min_copies)
-    await office.leader.begin()
-    link = office.leader.accept(office.other.follower_state())
-    async with delivering(link, office.other):
-        await office.until_joined()
-        office.etcd.down = True
-    office.write("unconfirmed")
-    waiting = asyncio.create_task(office.leader.gate.passed(timeout_s=60.0))
+    shard = make_shard(min_copies)
+    await shard.leader.begin()
+    link = shard.leader.accept(shard.other.follower_state())
+    async with delivering(link, shard.other):
+        await shard.until_joined()
+        shard.etcd.down = True
+    shard.write("unconfirmed")
+    waiting = asyncio.create_task(shard.leader.gate.passed(timeout_s=60.0))
     if min_copies == 1:
-        await until(lambda: office.etcd.asked_in_vain)
+        await until(lambda: shard.etcd.failed_calls)
         assert not waiting.done()
-        office.etcd.down = False
+        shard.etcd.down = False
         await waiting
-        assert await office.in_sync() == {office.ids[0]}
+        assert await shard.in_sync() == {shard.ids[0]}
     else:
         with pytest.raises(Unavailable, match="its follower is not connected"):
             await waiting
 
 
-async def test_deposed_leader_finds_the_record_changed(make_office):
+async def test_deposed_leader_finds_the_record_changed(make_shard):
     """Another leader has written it under its own fence: waiting answers are refused, and the
     leadership ends."""
-    office = make_office(1)
-    await office.leader.begin()
-    link = office.leader.accept(office.other.follower_state())
-    async with delivering(link, office.other):
-        await office.until_joined()
-        found = await ReplicaSet.read(office.etcd, SHARD)
+    shard = make_shard(1)
+    await shard.leader.begin()
+    link = shard.leader.accept(shard.other.follower_state())
+    async with delivering(link, shard.other):
+        await shard.until_joined()
+        found = await ReplicaSet.read(shard.etcd, SHARD)
         assert found is not None
         successor = ReplicaSet(
             shard=SHARD,
@@ -248,35 +248,35 @@ async def test_deposed_leader_finds_the_record_changed(make_office):
             fence=FENCE + 1,
             revision=found.revision,
         )
-        await successor.write(office.etcd)
-    office.write("unconfirmed")
+        await successor.write(shard.etcd)
+    shard.write("unconfirmed")
     with pytest.raises(Unavailable):
-        await office.leader.gate.passed(timeout_s=60.0)
-    await office.leader.hold()
+        await shard.leader.gate.passed(timeout_s=60.0)
+    await shard.leader.hold()
     with pytest.raises(Unavailable, match="is no longer the leader"):
-        office.leader.gate.admit()
-    found = await ReplicaSet.read(office.etcd, SHARD)
+        shard.leader.gate.admit()
+    found = await ReplicaSet.read(shard.etcd, SHARD)
     assert found is not None and found.fence == FENCE + 1
 
 
-async def test_applied_write_with_unknown_outcome_is_recognized(make_office):
+async def test_applied_write_with_unknown_outcome_is_recognized(make_shard):
     """A record at a later revision under our fence deposes no leader."""
-    office = make_office(1)
+    shard = make_shard(1)
     ours = ReplicaSet(
-        shard=SHARD, lineage=LINEAGE, in_sync=office.leader.members.in_sync, fence=FENCE
+        shard=SHARD, lineage=LINEAGE, in_sync=shard.leader.members.in_sync, fence=FENCE
     )
-    await ours.write(office.etcd)
-    await office.leader.begin()
-    assert await office.in_sync() == {office.ids[0]}
-    assert not office.leader.deposed.is_set()
+    await ours.write(shard.etcd)
+    await shard.leader.begin()
+    assert await shard.in_sync() == {shard.ids[0]}
+    assert not shard.leader.deposed.is_set()
 
 
-async def test_unfit_followers_are_refused_by_name(make_office):
+async def test_unfit_followers_are_refused_by_name(make_shard):
     """Another shard, foreign data, another schema, a replica that led since, and a second
     follower."""
-    office = make_office(2)
-    await office.leader.begin()
-    state = office.other.follower_state()
+    shard = make_shard(2)
+    await shard.leader.begin()
+    state = shard.other.follower_state()
     for change, error, complaint in (
         ({"pool_shard": "s9"}, InvalidArgument, "'s9' is not led here"),
         ({"lineage": "unreplicated"}, FailedPrecondition, "empty data_dir"),
@@ -288,68 +288,68 @@ async def test_unfit_followers_are_refused_by_name(make_office):
         for name, value in change.items():
             setattr(wrong, name, value)
         with pytest.raises(error, match=complaint):
-            office.leader.accept(wrong)
-    office.leader.accept(state)
+            shard.leader.accept(wrong)
+    shard.leader.accept(state)
     second = type(state)()
     second.CopyFrom(state)
     second.replica_id = "another"
     with pytest.raises(ResourceExhausted, match="has a follower"):
-        office.leader.accept(second)
+        shard.leader.accept(second)
 
 
-async def test_writers_see_a_full_follower_as_a_full_disk(make_office):
+async def test_writers_see_a_full_follower_as_a_full_disk(make_shard):
     """RESOURCE_EXHAUSTED with a hint, from its report until it has caught up; with one required
     copy writers notice nothing."""
-    office = make_office(2)
-    await office.leader.begin()
-    state = office.other.follower_state()
+    shard = make_shard(2)
+    await shard.leader.begin()
+    state = shard.other.follower_state()
     state.no_room = "no space left on device"
-    link = office.leader.accept(state)
+    link = shard.leader.accept(state)
     with pytest.raises(ResourceExhausted, match="no room: no space left") as refused:
-        office.leader.admit()
+        shard.leader.admit()
     assert refused.value.retry_after_s
     link.end(Unavailable("the follower disconnected"))
     await settle()
     with pytest.raises(ResourceExhausted, match="no room"):
-        office.leader.admit()
-    link = office.leader.accept(office.other.follower_state())
-    async with delivering(link, office.other):
-        await office.until_joined()
-        office.leader.admit()
+        shard.leader.admit()
+    link = shard.leader.accept(shard.other.follower_state())
+    async with delivering(link, shard.other):
+        await shard.until_joined()
+        shard.leader.admit()
 
 
-def test_unreplicated_data_of_a_follower_is_not_overwritten(make_office):
+def test_unreplicated_data_of_a_follower_is_not_overwritten(make_shard):
     """A follower with data of its own reports it."""
-    office = make_office(2)
-    office.other.store.write(lambda records: None)
-    assert office.other.follower_state().lineage == ""
-    put_groups(office.other.store, make_group())
-    assert office.other.follower_state().lineage == "unreplicated"
+    shard = make_shard(2)
+    shard.other.store.write(lambda records: None)
+    assert shard.other.follower_state().lineage == ""
+    put_groups(shard.other.store, make_group())
+    assert shard.other.follower_state().lineage == "unreplicated"
 
 
 # Going on alone for good
 
 
-async def test_replica_with_all_writes_may_serve_alone(make_office):
+async def test_replica_with_all_writes_may_serve_alone(make_shard):
     """It stays in the set as the only one in sync, and a later follower copies everything; a shard
     without replication needs no record."""
-    office = make_office(2)
-    await office.leader.begin()
-    await serve_alone(office.etcd, office.node.store)
-    assert await office.in_sync() == {office.ids[0]}
-    assert catching_up(office.node, office.other).way == "copy"
-    before = office.etcd.stored
-    await serve_alone(office.etcd, office.other.store)
-    assert office.etcd.stored is before
+    shard = make_shard(2)
+    await shard.leader.begin()
+    await serve_alone(shard.etcd, shard.node.store)
+    assert await shard.in_sync() == {shard.ids[0]}
+    assert catching_up(shard.node, shard.other).way == "copy"
+    before = shard.etcd.stored
+    await serve_alone(shard.etcd, shard.other.store)
+    assert shard.etcd.stored is before
 
 
-async def test_replica_that_may_lack_writes_may_not_serve_alone(make_office):
+async def test_replica_that_may_lack_writes_may_not_serve_alone(make_shard):
     """Nor one whose shard another replica leads; each refusal gives the way out."""
-    office = make_office(1)
-    await office.leader.begin()
-    office.other.lead()
+    shard = make_shard(1)
+    await shard.leader.begin()
+    shard.other.lead()
     with pytest.raises(ConfigError, match="may lack what another has acknowledged"):
-        await serve_alone(office.etcd, office.other.store)
-    office.etcd.leader = Versioned(value=b"pool-host-1", mod_revision=9)
+        await serve_alone(shard.etcd, shard.other.store)
+    shard.etcd.leader = Versioned(value=b"pool-host-1", mod_revision=9)
     with pytest.raises(Unavailable, match="is led by pool-host-1"):
-        await serve_alone(office.etcd, office.node.store)
+        await serve_alone(shard.etcd, shard.node.store)
