@@ -772,14 +772,13 @@ class FetchKvResponse(_message.Message):
     def block(self) -> _common_pb2.Chunk: ...
     @_builtins.property
     def slice(self) -> _common_pb2.TensorSlice:
-        """Instead of `block`: a slice of an array.
-        - "kv", with the shape of KvBlock. The fields below are those of KvBlock, and set in each response
-          with a slice of it.
-        - "recurrent", for a model with recurrent layers: bytes with the recurrent states after the prompt's
-          last token, without the fields below. Needs FetchKvRequest.slices; else FAILED_PRECONDITION.
-        - "experts", with FetchKvRequest.experts, if the instance records experts: bytes with a row for each
-          token from FetchKvRequest.from_token to the end of the prompt.
-        Slices of "recurrent" and "experts" come before the response or slices that end with the prompt.
+        """Instead of `block`: a slice of an array. Array "kv" has the shape of KvBlock; the fields below are
+        those of KvBlock, and set in each response with a slice of it. Array "recurrent", for a model with
+        recurrent layers, has bytes with the recurrent states after the prompt's last token, without the
+        fields below; it needs FetchKvRequest.slices, else FAILED_PRECONDITION. Array "experts", with
+        FetchKvRequest.experts and if the instance records experts, has bytes with a row for each token from
+        FetchKvRequest.from_token to the end of the prompt. Slices of "recurrent" and "experts" come before
+        the response or slices that end with the prompt.
         """
 
     @_builtins.property
