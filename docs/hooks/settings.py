@@ -24,9 +24,9 @@ CONFIGS = {
 _INTRODUCTION = """# Settings
 
 Each process reads its settings once, at its start. The sources are a key of the TOML file
-(`--config FILE` or `FORGE_CONFIG`), `FORGE_<KEY>`, `FORGE_<SERVICE>_<KEY>`, and a flag `--<key>` with
-hyphens; later sources win. A process ends with exit code 2 after an unknown key or a value that is
-not allowed.
+(`--config FILE` or `FORGE_CONFIG`), `FORGE_<KEY>`, `FORGE_<SERVICE>_<KEY>`, and a flag `--<key>`
+with hyphens; later sources win. A process ends with exit code 2 after an unknown key or a value
+that is not allowed.
 `--print-config` prints the settings in force as TOML; `--check` prints each problem of the settings
 and of this host.
 
