@@ -36,15 +36,15 @@ class TurnValues:
     step: int
     """Optimizer step that trained the turn."""
     weight_version: int
-    """Of the weights that computed the values."""
+    """Version of the weights that computed the values."""
     logprobs: array[float] = field(default_factory=_floats)
     log_ratios: array[float] = field(default_factory=_floats)
-    """Of the importance ratio pi / pi_behavior."""
+    """Logs of the importance ratio pi / pi_behavior."""
     entropies: array[float] = field(default_factory=_floats)
     """Nats."""
     advantages: array[float] = field(default_factory=_floats)
     flags: bytearray = field(default_factory=bytearray)
-    """Of each token: CLIPPED + MASKED."""
+    """Flags of each token: CLIPPED + MASKED."""
 
 
 class TokenValuesReader:

@@ -64,7 +64,7 @@ class Limits:
 
     max_turn_bytes: int
     max_agent_rewards: int = 0
-    """Of one trajectory."""
+    """Most rewards of an agent in one trajectory."""
 
 
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):

@@ -160,4 +160,4 @@ def _lines(path: str) -> list[str]:
 
 
 CONTROL_GROUPS: Final = ControlGroups()
-"""Of this process; without `adopt` its groups limit nothing."""
+"""Control groups of this process; without `adopt` its groups limit nothing."""

@@ -44,7 +44,7 @@ from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc import Channels
 
 LAST_LINES = 5000
-"""Of each log."""
+"""Number of lines from the end of each log."""
 LIMIT_S = 60.0
 """For each part that calls services."""
 _METRICS_S = 5.0

@@ -93,7 +93,7 @@ class Member:
     drain_s: float = DRAIN_S
     python: str = sys.executable
     processes: int = 1
-    """Of the trainer: ranks."""
+    """Processes of the trainer: ranks."""
 
     @property
     def program(self) -> tuple[str, ...]:

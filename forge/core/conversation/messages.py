@@ -65,7 +65,7 @@ class Message:
     """Reasoning of an assistant, if the model's format separates it."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    """Of a tool result: the call it answers."""
+    """In a tool result: the call that it answers."""
     name: str = ""
     images: tuple[Image, ...] = ()
     """In the order of their texts. Messages are compared by their texts, without

@@ -27,7 +27,8 @@ from forge.core.prefix_tree import Node
 ROOT = -1
 """In place of the parent's last token."""
 State = dict[tuple[str, int], Tensor]
-"""Of one recurrent layer after one token, by kind and number; each tensor has a batch of 1."""
+"""State of one recurrent layer after one token, by kind and number; each tensor has a batch of
+1."""
 Chain = tuple[int, int, int]
 """Start and end of a node's own tokens, and its parent's last token."""
 
@@ -49,10 +50,10 @@ class ForkBatch:
     places_BT: Tensor
     """Index in the part of each token; padding repeats the last one."""
     parents: tuple[int, ...]
-    """Of each node, the token with the state that it begins with, in the part's layout with its
+    """For each node, the token with the state that it begins with, in the part's layout with its
     prefix; `ROOT` without one. All are `ROOT` or none."""
     lasts: tuple[int, ...]
-    """Of each node, its last token, in the same layout."""
+    """For each node, its last token, in the same layout."""
     after: After
 
 

@@ -42,9 +42,9 @@ class Outline:
     """Facts of an update that a data group has besides its own trees."""
 
     size: BatchSize
-    """Of the whole update."""
+    """Size of the whole update."""
     divides_trajectories: bool
-    """Of the whole update."""
+    """Whether the plan of the whole update divides trajectories."""
     passes: tuple[int, ...]
     """Passes of each of its trees, with empty ones."""
     totals: Totals | None = None
@@ -61,7 +61,7 @@ class BatchPlan:
     """The merged samples, for another plan with another budget."""
     token_budget: int = 0
     route_shape: RouteShape | None = None
-    """Of the model that replays recorded experts; None: they are ignored."""
+    """Shape of the routes of a model that replays recorded experts; None: they are ignored."""
     split_nodes: int = 0
     """Nodes that hold a token again, since the recorded experts of its samples differ."""
     unfit_routes: int = 0
@@ -70,8 +70,8 @@ class BatchPlan:
     """A plan for each update of a pass over the batch; empty: one update on the whole batch. Their
     trees are those of this plan."""
     outline: Outline | None = None
-    """Of the plan of one update, if its trees are those of one data group; such a plan has no
-    samples (`forge.rl.learner.group_plans`)."""
+    """Outline of the plan of one update, if its trees are those of one data group; such a plan has
+    no samples (`forge.rl.learner.group_plans`)."""
 
     @property
     def updates(self) -> tuple[BatchPlan, ...]:

@@ -30,7 +30,7 @@ class UpdateFacts:
     """Facts of one data group's part in an update, for the other data groups."""
 
     costs: tuple[TreeCost, ...]
-    """Of its trees, in order."""
+    """Costs of its trees, in order."""
     size: BatchSize
     trajectory_parts: int
     """Trajectories of each tree, summed; above `size.trajectories` if one is in several trees."""

@@ -55,7 +55,7 @@ class StepResult:
     """Time that data groups wait for each other, as a share of the time that they compute; by the
     work of their trees."""
     token_values: TokenValues = TokenValues()  # noqa: RUF009
-    """Of the samples that the caller named, in the first pass; on rank 0."""
+    """Values of the samples that the caller named, in the first pass; on rank 0."""
 
 
 @dataclass(slots=True, kw_only=True)

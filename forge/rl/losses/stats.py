@@ -36,7 +36,7 @@ class TokenStats:
     domains: tuple[str, ...]
     """[S]"""
     advantages: Tensor
-    """Of the loss, before a KL penalty and a teacher's part."""
+    """Advantages of the loss, before a KL penalty and a teacher's part."""
     engines: tuple[str, ...] = ()
     """[S], of the engines that sampled; empty: unknown."""
     numbers: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class VersionGap:
 
     tokens: int
     gap_sum: float
-    """Of |log pi - log pi_behavior|."""
+    """Sum of |log pi - log pi_behavior|."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

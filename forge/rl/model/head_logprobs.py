@@ -58,7 +58,7 @@ class _Rows:
     entropy_gradient: bool
     logits: Logits
     backbone_type: torch.dtype | None
-    """Of autocast; None without."""
+    """Type of autocast; None without autocast."""
 
     def scaled(self, states_rC: Tensor, chunk: slice) -> Tensor:
         """The input of the head's matrix product: normed states times the logits' scale, over the

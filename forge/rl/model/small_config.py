@@ -18,14 +18,14 @@ PROBE_TOKENS = 64
 HEAD = 16
 """Channels of an attention head."""
 WIDTH = 64
-"""Of the states between layers: four heads."""
+"""Width of the states between layers: four heads."""
 VOCABULARY = 64
 WINDOW = 6
-"""Of windows, chunks and index sizes, in tokens."""
+"""Size of windows, chunks and index sizes, in tokens."""
 THRESHOLD = 16
 """Positions from which on a rotary embedding or a scale differs."""
 LONGEST_POSITION = 256
-"""Of tables of learned positions: these bound what the model takes."""
+"""Length of tables of learned positions: these bound the model's input."""
 MOST_KINDS = 16
 """Layers of different kinds that a copy holds."""
 

@@ -67,7 +67,7 @@ class GatheredPrefix:
     slots: Slots
     size: int
     states: HandedStates | None = None
-    """Of a model with recurrent layers."""
+    """States of recurrent layers, if the model has some."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values with the prefix before them. All ranks call it in layer order."""

@@ -225,7 +225,7 @@ class _Site:
     entry: _Entry
     """That of its parent."""
     last: int
-    """Of the module's output columns, the last ones that go to single heads."""
+    """Number of the module's last output columns that go to single heads."""
 
 
 def _columns(site: _Site, states: Tensor) -> Tensor:

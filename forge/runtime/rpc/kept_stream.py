@@ -48,14 +48,14 @@ class _UnsentRequest(NamedTuple):
     size: int
     """Bytes of the request."""
     fields: dict[str, Any]
-    """Of `begin`, beside call and request."""
+    """Fields of `begin` besides call and request."""
 
 
 class KeptStream(ABC):
     """One RPC and its open requests."""
 
     message_type: ClassVar[type[Any]]
-    """Of the requests."""
+    """Type of the requests."""
     lost_event: ClassVar[str]
     """In the log, when the stream is lost."""
     own_process: ClassVar[str]

@@ -71,7 +71,7 @@ class ServedStream(ABC):
     """The state of one RPC."""
 
     message_type: ClassVar[type[Any]]
-    """Of the responses."""
+    """Type of the responses."""
     served_by: ClassVar[str]
     """The process in the texts of errors, e.g. "router"."""
 

@@ -25,9 +25,10 @@ class _Pem:
     key: bytes | None
     ca: bytes | None
     http: ssl.SSLContext | None
-    """Of listeners whose clients have tokens."""
+    """Context of listeners whose clients have tokens."""
     mutual: ssl.SSLContext | None
-    """Of listeners whose clients have certificates, with a `tls_ca` and `client_auth`."""
+    """Context of listeners whose clients have certificates, with a `tls_ca` and
+    `client_auth`."""
 
 
 class Tls:

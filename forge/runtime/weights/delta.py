@@ -23,7 +23,8 @@ _BLOCK_ITEMS = 1 << 22
 _SAMPLED_ITEMS = 1 << 16
 """Compared first: a tensor that changed nearly everywhere costs no more."""
 _HEAD = struct.Struct("<III")
-"""Of a block: changed elements, bytes of the compressed gaps and of the compressed differences."""
+"""Header of a block: changed elements, bytes of the compressed gaps and of the compressed
+differences."""
 _LEVEL = 1
 _LONGEST_GAP = 255
 _MOST = 0.5

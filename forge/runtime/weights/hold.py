@@ -32,7 +32,7 @@ class WeightHold(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     canary_workers: tuple[str, ...] = ()
     """Instance ids of the workers that serve `canary`."""
     fence: int = 0
-    """Of the leadership that wrote it."""
+    """Fence of the leadership that wrote it."""
     subject: str = ""
     """Subject of the token that set it."""
     since_unix_s: float = 0.0

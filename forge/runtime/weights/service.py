@@ -69,7 +69,7 @@ class Part(NamedTuple):
     data: memoryview
     whole_bytes: int
     base_version: int = 0
-    """Of a delta."""
+    """Base version of a delta."""
 
 
 class Arriving(Protocol):

@@ -32,7 +32,7 @@ from forge.runtime.weights.manifest import TensorEntry, slice_digests, slices_of
 _PREFIX = "forge-weights-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{64}}(\.[0-9a-f]{{16}})?")
 ALIGNED_BYTES = 64
-"""Of the first byte of each tensor."""
+"""Alignment of the first byte of each tensor."""
 _PIECE_BYTES = 1 << 24
 _MODE = 0o600
 

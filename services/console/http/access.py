@@ -46,7 +46,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-"""Of every answer."""
+"""Headers of every answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from services.gateway.conversation.turn_request import (
 )
 
 DIGEST_BYTES = 8
-"""Of a system prompt: equal prompts of one trajectory have equal digests."""
+"""Bytes of the digest of a system prompt: equal prompts of one trajectory have equal digests."""
 
 
 def record_request(turn: common_pb2.Turn, request: TurnRequest, prompt: Prompt) -> None:

@@ -46,9 +46,9 @@ class _Inner(msgspec.Struct):
 class _Message(msgspec.Struct):
     usage: _Usage | None = None
     message: _Inner | None = None
-    """Of the first event of Anthropic's stream."""
+    """Message of the first event of Anthropic's stream."""
     response: _Inner | None = None
-    """Of the last event of a Responses stream."""
+    """Response in the last event of a Responses stream."""
     metadata: _Metadata | None = msgspec.field(default=None, name="usageMetadata")
 
 

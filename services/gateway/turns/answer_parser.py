@@ -88,7 +88,7 @@ class AnswerParser:
         self._routed: list[common_pb2.RoutedExperts] = []
         self._last = inference_pb2.SampleResponse()
         self._engine = ""
-        """Of the newest response that names one: an answer that is cut short has no last one."""
+        """Engine of the newest response that names one: a cut answer has no last response."""
         self._parser = self._new_parser()
         self._stream = TextStream(self._model)
         self._stop_prefix = ""

@@ -215,7 +215,7 @@ class Probe:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each token but the first, by the trainer's forward in float32."""
+    """Log-probs of all tokens but the first, by the trainer's forward in float32."""
 
 
 class UnfitWeights(ForgeError):

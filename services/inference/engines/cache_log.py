@@ -40,7 +40,7 @@ class CacheLog:
         self._cleared_at = 0
         """Number of the last clearance."""
         self._wakers: list[Callable[[], object]] = []
-        """Of readers that wait for the next change; from any thread."""
+        """Callbacks that wake readers waiting for the next change; called from any thread."""
 
     def stored(self, chains: list[bytes]) -> None:
         """Note new blocks."""

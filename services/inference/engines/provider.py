@@ -17,7 +17,7 @@ class KvStoreOptions:
     directory: str
     """On a file system that all workers of the model see."""
     max_bytes: int
-    """Of the directory, over all workers."""
+    """Largest size of the directory, over all workers."""
     host_bytes: int = 0
     """Memory of this worker in front of the directory."""
     block_tokens: int = 64

@@ -42,7 +42,7 @@ class Placement:
     beside: int = 0
     """Requests of the worker at the placement, with this one."""
     prompt: PromptChains | None = None
-    """Of a prefill, and of the decode in the same call."""
+    """Prompt of a prefill, and of the decode in the same call."""
 
     @property
     def worker(self) -> Worker:
@@ -77,8 +77,8 @@ class Prefilled:
     stored_tokens: int = 0
     stored_s: float = 0.0
     decode: Placement | None = None
-    """Of the decode that the same call continues with, on the same worker; Decoded, Failed or
-    Abandoned must follow."""
+    """Placement of the decode with which the same call continues, on the same worker; Decoded,
+    Failed or Abandoned must follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,7 +154,7 @@ class StreamedCall:
         self._stream = stream
         self._responses: deque[Any] = deque()
         self._unread_bytes = 0
-        """Of responses that were taken, and that the worker does not know of."""
+        """Bytes of responses that were read here and not yet reported to the worker."""
         self._waiter: asyncio.Future[None] | None = None
         self._end: Any = None
         """`_END` or an exception, once the call has ended."""

@@ -63,7 +63,7 @@ class _WorkerStream(ServedStream):
         self._unread: dict[int, int] = {}
         """Bytes by call, which its router has not read."""
         self._reads: dict[int, asyncio.Event] = {}
-        """Of calls that wait; set when the router has read enough."""
+        """Events of calls that wait; set when the router has read enough."""
         self._held: dict[str, float] = {}
         """Prompts that were read for this stream, and when they expire, in this order."""
 

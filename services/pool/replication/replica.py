@@ -74,7 +74,7 @@ class Replica:
         """The leadership it won, whether or not it leads yet."""
         self._leader: Leader | None = None
         self._self_repair: SelfRepair | None = None
-        """Of a leader; a follower repairs only in its passes."""
+        """Self-repair of a leader; a follower repairs only in its passes."""
         self._task: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._in_flight = 0

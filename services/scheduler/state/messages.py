@@ -356,7 +356,7 @@ class Rewind:
 
     step: int
     fence: int = 0
-    """Of the trainer's leadership; 0: not checked."""
+    """Fence of the trainer's leadership; 0: not checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

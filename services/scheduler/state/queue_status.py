@@ -12,7 +12,7 @@ from services.scheduler.validation import ACTIVITIES
 
 _ACTIVITIES = {activity: number for number, activity in ACTIVITIES.items()}
 MOST_REASONS = 64
-"""Of tombstones, in one answer."""
+"""Most reasons of tombstones in one answer."""
 
 
 def status_of(state: TermState, *, now_s: float) -> scheduler_pb2.GetSchedulerStatusResponse:

@@ -48,7 +48,7 @@ class _Batch:
     held: dict[int, _Held] = field(default_factory=dict)
     """By number of the group, until it is planned."""
     plans: list[BatchPlan] | None = None
-    """Of each update, once planned."""
+    """Plan of each update, once made."""
 
 
 class GroupReader:

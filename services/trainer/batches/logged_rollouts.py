@@ -14,7 +14,7 @@ from forge.core.errors import ForgeError
 from forge.v1 import common_pb2 as pb
 
 MOST_CHARACTERS = 20_000
-"""Of the conversation of one row; the beginning is left out."""
+"""Most characters of the conversation of one row; its beginning is left out."""
 
 
 class LoggedRollout(NamedTuple):

@@ -22,7 +22,7 @@ class LeasedGroup:
     """A group to be read."""
 
     number: int
-    """Of the group among all that were leased for the batch."""
+    """Number of the group among all groups leased for the batch."""
     pool_shard: str
     trajectory_ids: tuple[str, ...]
 
@@ -35,7 +35,7 @@ class ReadGroups:
     """Number of the batch; the rank drops what it has of batches before the previous one."""
     groups: tuple[LeasedGroup, ...]
     addresses: Mapping[str, tuple[str, ...]]
-    """Of the instances of each pool shard."""
+    """Addresses of the instances of each pool shard."""
     rules: CreditRules
     baselines_s: Mapping[str, float]
     traced: bool
@@ -82,7 +82,7 @@ ReadOrder = ReadGroups | PlanGroups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadAnswer:
-    """Of one rank to one order."""
+    """Answer of one rank to one order."""
 
     error: tuple[str, str] | None = None
     """Name and message of the error that ended the order."""

@@ -36,7 +36,7 @@ class ReadBatch:
     """A batch whose trees are at the ranks that read and planned them."""
 
     number: int
-    """Of the batch among those that the ranks have read."""
+    """Number of the batch among those that the ranks have read."""
     plan_s: float
     """Longest planning of a rank."""
 

@@ -50,9 +50,9 @@ DIGESTS_FILE = f"{STATE_DIRECTORY}/digests.json"
 STATE_FILE = "state.json"
 """Marks a directory as a checkpoint of `services.trainer.checkpoint.store`."""
 MASTER_PREFIX = "master."
-"""Of the names in state/ of weights that the optimizer steps."""
+"""Prefix of the names in state/ of master weights."""
 LEARNER_PREFIX = "learner."
-"""Of the names in state/ of the learner's tensors."""
+"""Prefix of the names in state/ of the learner's tensors."""
 _OF_OTHER_WEIGHTS = (".index.json", STATE_FILE, PUBLISHED_FILE, "adapter_config.json")
 """Files of a starting model that describe its weights: not copied beside other weights."""
 
@@ -64,7 +64,8 @@ class WrittenFile(msgspec.Struct, frozen=True, kw_only=True):
     """Relative to the checkpoint."""
     size_bytes: int
     sha256: str
-    """Of the published tensors in it, in the order of publication; in state/, of the file."""
+    """Digest of the published tensors in it, in the order of publication; in state/, of the
+    file."""
 
 
 class OtherRanks(Protocol):

@@ -98,7 +98,7 @@ class MasterWeights:
     """For messages, and the folder of an adapter's description."""
     files: Sequence[Path]
     prefix: str = ""
-    """Of their names in the files."""
+    """Prefix of their names in the files."""
 
     def shapes(self) -> dict[str, list[int]]:
         """Their shapes, by name. Raises one of `UNREADABLE`."""

@@ -51,7 +51,7 @@ class Checkpoint:
     """Newest published version when the state was captured."""
     lineage: str = UNNAMED
     fence: int | None = None
-    """Of the trainer that wrote it; None from an earlier release."""
+    """Fence of the trainer that wrote it; None from an earlier release."""
     fingerprint: str = ""
     """Equal for copies, and only for them."""
     history: list[Entry]

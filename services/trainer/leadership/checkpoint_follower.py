@@ -37,7 +37,7 @@ class CheckpointFollower:
         self._retention = retention
         self._trainers = context.coordinator.discover("trainer")
         self._address = ""
-        """Of the leader; kept while it drains, when discovery no longer has it."""
+        """Address of the leader; kept while it drains, when discovery no longer has it."""
         self._wanted: LineageRecord | None = None
         self._news = asyncio.Event()
         self._arriving = asyncio.Lock()

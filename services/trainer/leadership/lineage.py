@@ -50,15 +50,15 @@ class LineageRecord(msgspec.Struct, frozen=True, kw_only=True):
     lineage: str
     """Random id; each checkpoint of the lineage has it too."""
     fence: int
-    """Of the leadership that wrote it."""
+    """Fence of the leadership that wrote it."""
     step: int = 0
-    """Of the newest checkpoint; 0 before the first."""
+    """Step of the newest checkpoint; 0 before the first."""
     weight_version: int = 0
     """Newest published version when that checkpoint was captured."""
     checkpoint: str = ""
     """Host and directory of the newest checkpoint."""
     fingerprint: str = ""
-    """Of the newest checkpoint; empty from an earlier release."""
+    """Fingerprint of the newest checkpoint; empty from an earlier release."""
     model: dict[str, str] = {}
     """Fingerprints of the model's files (`agreed_model`); empty from an earlier release."""
 
@@ -93,16 +93,17 @@ class Lineage:
         self.began_fence = 0
         """Fence of the record that this process wrote last."""
         self._known_fence = 0
-        """Of the newest checkpoint here, at the start."""
+        """Fence of the newest checkpoint here, at the start."""
         self.name = ""
         """Id of the lineage, from `begin` on."""
         self.recorded_step = 0
-        """Of the checkpoint that the record names, as far as this process knows: it must stay."""
+        """Step of the checkpoint that the record names, as far as this process knows: it must
+        stay."""
         self._saving = asyncio.Lock()
 
     @property
     def fence(self) -> int:
-        """Of the present leadership. Raises `Unavailable` without one."""
+        """Fence of the present leadership. Raises `Unavailable` without one."""
         if self._leadership is None or not self._leadership.alive:
             raise Unavailable("this trainer does not lead now: it has lost its lease in etcd")
         return self._leadership.fence

@@ -80,7 +80,7 @@ class Read:
     probe_only: bool = False
     """Answer without tensors."""
     number: int = 0
-    """Of this copy if each rank keeps its segment; 0: rank 0 keeps all."""
+    """Number of this copy if each rank keeps its segment; 0: rank 0 keeps all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Capture:
     Contents of this rank."""
 
     number: int = 0
-    """Of this capture among those of the ranks."""
+    """Number of this capture among those of the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class ReplicaState:
         self._model_path = model_path
         self._shared = world.shape.sharded
         self._rank, self._ranks = (world.rank, world.shape.ranks) if self._shared else (0, 1)
-        """Of those that save together."""
+        """This rank, and the number of ranks that save together."""
 
     def captured(self) -> Contents:
         """A copy of this rank's part of the state that a checkpoint holds. If the world shards the

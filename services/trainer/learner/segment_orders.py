@@ -49,7 +49,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
     path: str
     aligned_bytes: int
-    """Of the first byte of each tensor."""
+    """Alignment of the first byte of each tensor."""
     mapped: bool
     """The file is shared memory: send the tensors from there."""
 
@@ -58,7 +58,7 @@ SegmentOrder = Describe | Serve | Keep | Write
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank to one order."""
+    """Answer of one rank to one order."""
 
     error: str = ""
     segment: RankSegment | None = None

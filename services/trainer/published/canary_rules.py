@@ -23,11 +23,11 @@ from services.trainer.published.quality import Quality
 from services.trainer.published.versions import PublishedVersions
 
 SUBJECT = "automatic canary"
-"""Of the holds that this trainer makes by itself."""
+"""Subject of the holds that this trainer makes by itself."""
 
 
 class Outcome(Enum):
-    """Of a judgement."""
+    """Outcome of a judgement."""
 
     WAIT = "wait"
     PROMOTE = "promote"

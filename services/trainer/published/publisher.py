@@ -52,7 +52,7 @@ class Snapshot:
     others: OtherRanks | None = None
     """The ranks that have the tensors after these; None: these are all."""
     number: int = 0
-    """Of the copy that these ranks have."""
+    """Number of the copy that these ranks have."""
 
     def entries(self) -> tuple[TensorEntry, ...]:
         """Describes the tensors; reads all data for the digests."""

@@ -39,7 +39,7 @@ class PublishedVersions:
         self.hold: WeightHold = NO_HOLD
         """The hold in etcd, as this trainer knows it."""
         self.qualities = Qualities()
-        """Of all versions, held or not."""
+        """Qualities of all versions, held or not."""
         self.others: OtherRanks | None = None
         """The ranks that hold the other segments of versions; None: versions are here whole."""
 

@@ -104,7 +104,7 @@ class TokenValueFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(self._sizes.values())
 
     def open(self) -> None:

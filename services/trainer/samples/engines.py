@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from forge.v1 import common_pb2 as pb
 
 SEVERAL = "several"
-"""Of turns that moved between engines, and trajectories with turns of several engines."""
+"""Name for turns that moved between engines, and trajectories with turns of several engines."""
 UNKNOWN = "unknown"
-"""Of records of an earlier release, and of workers of one."""
+"""Name for records of an earlier release, and of workers of one."""
 
 
 def engine_of(turn: pb.Turn) -> str:

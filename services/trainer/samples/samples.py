@@ -110,7 +110,7 @@ class _TurnCounts:
     trained: set[str] = field(default_factory=set)
     """Domains with a trained turn."""
     places: list[TurnPlace] = field(default_factory=list)
-    """Of the trained turns."""
+    """Places of the trained turns."""
     sizes: list[SampleSize] = field(default_factory=list)
 
     def add(self, facts: GroupFacts, group: int) -> None:

@@ -18,7 +18,8 @@ from forge.core.errors import InvalidArgument
 from forge.runtime.files.private import replace_private_file
 
 MOST_CHANGES = 32
-"""Of one file. A unit that runs since before the oldest one is compared by the file's time."""
+"""Most recorded changes of one file. A unit that runs since before the oldest one is compared by
+the file's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -72,7 +72,7 @@ def rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 
 def _clock() -> Finding:
-    """Of a host that cannot ask the others for theirs."""
+    """Finding about the clock of a host that cannot ask the others for theirs."""
     synchronized = clock_is_synchronized()
     if synchronized is None:
         return Finding(ok=True, was_run=False, text="clock: timedatectl gives no answer")

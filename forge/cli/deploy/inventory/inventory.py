@@ -27,7 +27,7 @@ class Host:
     """Further names in its certificate."""
     gpus: int = 0
     ranks: int = 0
-    """Of the trainer that several processes are."""
+    """Number of ranks of the trainer."""
     etcd: bool = False
     instances: tuple[Instance, ...] = ()
     """In the order of a roll."""

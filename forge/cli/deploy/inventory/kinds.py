@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MOST_INSTANCES = 9
-"""Of a kind on one host: ports end with the number of the instance."""
+"""Most instances of a kind on one host: ports end with the number of the instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,8 @@ ETCD, BACKUP, RANKS = "etcd", "pool-backup", "trainer-rank"
 """Not counted in an inventory: etcd has one member a host, `backup` gives each shard a timer, and
 the ranks of a host are one unit."""
 RANK_PORT = 7250
-"""Of rank 0 in its unit. With `publish_from = "ranks"` rank N of a host serves N ports further."""
+"""Port of rank 0 in its unit. With `publish_from = "ranks"` rank N of a host serves N ports
+further."""
 MEETING_PORT = 29400
 """At which the ranks of all hosts meet, on the host with rank 0."""
 MAY_END = "forge-feed@"

@@ -65,7 +65,7 @@ class Secrets:
     ca: bytes
     """Trusted certificates, PEM."""
     passwords: Mapping[str, str]
-    """Of users in etcd, by service: `root`, `pool`, `runner@forge-1`."""
+    """Passwords of users in etcd, by service: `root`, `pool`, `runner@forge-1`."""
     hosts: Mapping[str, HostSecrets]
     tokens: tuple[TokenEntry, ...]
 

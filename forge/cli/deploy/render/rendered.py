@@ -41,7 +41,7 @@ class UnitEntry:
 
     name: str
     kind: str
-    """Of the inventory; `etcd` for a member."""
+    """Kind in the inventory; `etcd` for a member."""
     instance_id: str = ""
     """Id in discovery; empty for a unit that is not there."""
     inputs: tuple[str, ...] = ()
@@ -94,9 +94,9 @@ class Manifest:
     files: tuple[FileEntry, ...]
     units: tuple[UnitEntry, ...]
     runner_hosts: tuple[str, ...] = ()
-    """Of the admin's host: hosts whose runners have a user in etcd."""
+    """On the admin's host: hosts whose runners have a user in etcd."""
     tokens: tuple[TokenEntry, ...] = ()
-    """Of the admin's host: issued tokens, to be recorded in etcd."""
+    """On the admin's host: issued tokens, to be recorded in etcd."""
     data: tuple[str, ...] = ()
     """Files that its units read, and that an operator brings."""
 

@@ -41,7 +41,7 @@ class _TokenKind:
     users: str
     """For people."""
     prefix: str = ""
-    """Of the subject, before the host."""
+    """Prefix of the subject, before the host."""
     life_s: float | None = None
     """None: that of the role."""
     audience: frozenset[str] | None = None

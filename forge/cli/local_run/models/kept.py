@@ -25,7 +25,7 @@ from forge.runtime.weights import (
 )
 
 MODEL_FILES = ("model.safetensors", "mtp.safetensors")
-"""Of a model in one file; the second one, of draft heads, is optional."""
+"""Files of a model in one file; the second one, of draft heads, is optional."""
 PUBLISHED_FILE = "published.json"
 _DTYPES = {
     "F64": "float64",

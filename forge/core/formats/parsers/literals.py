@@ -42,7 +42,7 @@ class Reader:
         self._at = 0
         self._depth = 0
         self._kind = ""
-        """Of the token that comes next; "end" behind the last."""
+        """Kind of the next token; "end" after the last."""
         self._token = ""
         self._advance()
 

@@ -56,7 +56,7 @@ class Tool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     display_width_px: int | None = None
-    """Of computer tools, like the next three."""
+    """Field of computer tools, like the next three."""
     display_height_px: int | None = None
     display_number: int | None = None
     enable_zoom: bool | None = None

@@ -48,7 +48,7 @@ CHAT = Fields(
         "audio": ("the model answers in text", ()),
     },
 )
-"""Of chat completions."""
+"""Fields of chat completions."""
 
 COMPLETIONS = Fields(
     harmless=_BOOKKEEPING,
@@ -60,7 +60,7 @@ COMPLETIONS = Fields(
         "response_format": ("use chat completions, or guided_json", ({"type": "text"},)),
     },
 )
-"""Of completions."""
+"""Fields of completions."""
 
 RESPONSES = Fields(
     harmless=_BOOKKEEPING - {"metadata", "store", "prompt_cache_key"} | {"stream_options"},
@@ -73,4 +73,4 @@ RESPONSES = Fields(
     },
     refused=_REFUSED,
 )
-"""Of responses."""
+"""Fields of responses."""

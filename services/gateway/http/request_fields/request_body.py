@@ -20,7 +20,8 @@ from services.gateway.model.chat_model import Tools
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 65_536
-"""Of all stop strings of a request; the answer is searched for each after every token."""
+"""Most characters of all stop strings of a request; the answer is searched for each after every
+token."""
 MAX_STOP_IDS = 128
 MAX_TOP_LOGPROBS = 20
 Request = TypeVar("Request")

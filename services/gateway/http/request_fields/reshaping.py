@@ -10,7 +10,7 @@ from services.gateway.http.request_fields.request_body import within
 
 MAX_BIASES = 4096
 MAX_DIGITS = 10
-"""Of a token id."""
+"""Most digits of a token id."""
 MAX_REPETITION_PENALTY = 10.0
 
 

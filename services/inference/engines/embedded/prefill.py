@@ -101,7 +101,7 @@ class PrefillActor(ThreadActor):
         self._pending: dict[bytes, _Pending] = {}
         """By the ids of the prompt, the oldest first."""
         self._prefixes: WaitingPrefixes | None = None
-        """Of the waiting prompts; None when it has to be made again."""
+        """Prefixes of the waiting prompts; None when they must be computed again."""
 
     def started(self) -> None:
         """Set the threads of torch."""

@@ -25,7 +25,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prompt_tokens: int
     first_tokens: tuple[int, ...]
     first_logprobs: tuple[tuple[tuple[int, float, int | None], ...], ...]
-    """Of each first token: token, log-prob and rank of each entry."""
+    """For each first token: token, log-prob and rank of each entry."""
     opaque_state: bytes
     request_id: int
     """The id that prefill returned, which after a retry there may be another than it was given."""

@@ -87,7 +87,7 @@ class Llm:
     ) -> None:
         """`holds_prompts`: whether decode engines fetch from this one; a pause would abort that."""
         self.version = 0
-        """Of the weights in service; 0 before the first."""
+        """Version of the weights in service; 0 before the first."""
         self.gate = Gate()
         self.legs: set[Leg] = set()
         self.died: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()

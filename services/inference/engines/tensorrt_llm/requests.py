@@ -28,7 +28,7 @@ CAPABILITIES = Capabilities(
     top_logprobs=MOST_TOP_LOGPROBS,
     cache_events=True,
 )
-"""Of a version with all features; see `capabilities_of`."""
+"""Capabilities of a version with all features; see `capabilities_of`."""
 NO_END = -1
 """The library's own id for: no token ends the answer."""
 _SEED_BITS = 63

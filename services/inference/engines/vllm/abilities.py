@@ -23,7 +23,8 @@ CAPABILITIES = Capabilities(
     resumes=frozenset({"grammar", "penalties"}),
     routed_experts=True,
 )
-"""Of a mixture of experts on a CPU, without drafts, in the role both; see `capabilities_of`."""
+"""Capabilities for a mixture of experts on a CPU, without drafts, in the role both; see
+`capabilities_of`."""
 
 
 def capabilities_of(options: EngineOptions, role: Role) -> Capabilities:

@@ -184,7 +184,7 @@ class AnswerSampler(Sampler):  # type: ignore[misc]
     """vLLM's sampler, which also returns log-probs in the model's own distribution."""
 
     own_logits: torch.Tensor | None = None
-    """Of this step, before grammars; None if no request asks."""
+    """Logits of this step, before grammars; None if no request asks for them."""
 
     def forward(
         self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **options: Any

@@ -18,10 +18,10 @@ from threading import Lock, Thread
 _STDERR = 2
 _KEPT_LINES = 400
 _MOST_CHARACTERS = 500
-"""Of a cause: a line may have a whole configuration."""
+"""Most characters of a cause: a line may have a whole configuration."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d [^\]]*\] ?)?")
-"""Of a line by vLLM's logger."""
+"""Prefix of a line by vLLM's logger."""
 _CAUSE = re.compile(
     r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(: .*|$)|Fatal Python error: .*|what\(\): .*"
 )

@@ -56,7 +56,7 @@ class ExpertRecorder:
         size = (slots, self.shape.layers, self.shape.top_k)
         self._rows_SLK = np.full(size, np.iinfo(self._kind).max, self._kind)
         self._chosen: list[list[torch.Tensor]] = [[] for _ in routers]
-        """Of this pass, by layer."""
+        """Chosen experts of this pass, by layer."""
         self._asking: dict[str, _Request | None] = {}
         """By name; None for a request that does not ask."""
         for layer, router in enumerate(routers):

@@ -27,9 +27,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: Layout
     blocks: int
-    """Of each layer."""
+    """Number of blocks of each layer."""
     xxh3_64: int
-    """Of all bytes behind the header."""
+    """Checksum of all bytes after the header."""
 
 
 def layout_of(caches: Mapping[str, torch.Tensor]) -> Layout:

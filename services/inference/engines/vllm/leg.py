@@ -19,7 +19,7 @@ class Leg:
     transfer: dict[str, Any] = field(default_factory=dict)
     """vLLM's kv_transfer_params; empty for none."""
     version: int = 0
-    """Of the weights of the keys and values that arrive."""
+    """Version of the weights of the keys and values that arrive."""
     returned: dict[str, Any] | None = None
     """Set at the end: what vLLM gives to the next leg."""
     rows: ExpertRows | None = None

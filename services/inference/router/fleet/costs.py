@@ -29,7 +29,7 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class EngineCosts:
-    """Of all workers of one engine."""
+    """Costs of all workers of one engine."""
 
     times: Times = field(default_factory=Times)
     transfer: LearnedRate = field(

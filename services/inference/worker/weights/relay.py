@@ -25,7 +25,7 @@ class WeightRelay:
         self._assembly: WeightAssembly | None = None
         self._manifest = b""
         self._version = 0
-        """Of the fetch that runs."""
+        """Version of the running fetch."""
         self._changed = asyncio.Event()
 
     @contextmanager

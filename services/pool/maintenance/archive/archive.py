@@ -70,7 +70,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     segment_id: str
     digest: str
-    """Of the file."""
+    """Digest of the file."""
     size_bytes: int
     archived_unix_s: float
     groups: dict[str, str]

@@ -151,9 +151,9 @@ class Chain:
         self._full = full
         self._increments: list[Opened] = []
         self.size_bytes = size_bytes
-        """Of all files."""
+        """Size of all files."""
         self.manifest: Manifest
-        """Of the last backup."""
+        """Manifest of the last backup."""
 
     @classmethod
     @contextmanager

@@ -31,7 +31,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One backup."""
 
     backup_id: str
-    """Of this content: erasing in a backup draws another one."""
+    """Identity of this content: an erasure in a backup draws a new one."""
     base_id: str = ""
     """The backup that an increment follows; "" for a full one."""
     base: str = ""
@@ -47,7 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     deleted: int = 0
     """Records of an increment."""
     digest: str = ""
-    """Of the file of an increment."""
+    """Digest of the file of an increment."""
 
 
 def manifest_of(records: Records, *, taken_unix_s: float) -> Manifest:

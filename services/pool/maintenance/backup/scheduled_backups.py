@@ -48,7 +48,7 @@ class Scheduled:
     full_because: str = ""
     """The reason for a full backup; "" for an increment."""
     damage: list[Damage] = field(default_factory=list)
-    """Of a full backup: the shard's own. Nothing is deleted then."""
+    """Damage in a full backup, which is the shard's own; then nothing is deleted."""
     deleted: list[Path] = field(default_factory=list)
 
 

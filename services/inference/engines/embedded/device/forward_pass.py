@@ -34,7 +34,7 @@ from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.drafter import Draft
 
 _CHECK_TOKENS = 16
-"""Of a check; one of the sizes."""
+"""Number of tokens of a check; one of the sizes."""
 _TOLERANCE = 0.001
 """Largest mean difference of log-probs, in nats, between a graph and a plain pass, ..."""
 _NARROW_TOLERANCE = 0.1

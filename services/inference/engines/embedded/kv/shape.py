@@ -34,7 +34,7 @@ class KvShape:
     attends: bool = True
     """False for a model without attention: each token then has one value, which is zero."""
     states: StateShape | None = None
-    """Of the recurrent layers, if there are any."""
+    """Shape of the states of recurrent layers, if there are any."""
 
     @property
     def state_bytes(self) -> int:

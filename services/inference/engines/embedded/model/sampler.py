@@ -52,9 +52,9 @@ class Drawn:
     ids: list[int]
     logprobs: list[float]
     allowed: Mapping[int, float]
-    """Of rows with a reweighting, a grammar or a cut, and perhaps of others."""
+    """Allowed log-probs of rows with a reweighting, a grammar or a cut, and perhaps of others."""
     top: Mapping[int, Likeliest]
-    """Of rows with `top_logprobs`."""
+    """Likeliest tokens of rows with `top_logprobs`."""
     failed: Mapping[int, ForgeError]
     """Rows whose grammar cannot be continued; their tokens have no meaning."""
 

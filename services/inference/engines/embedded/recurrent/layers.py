@@ -56,7 +56,7 @@ class RecurrentLayers:
         for layer in layers:
             layer.module.forward = partial(self._forward, layer)
         self.shape: StateShape | None = None
-        """Of the states of one sequence; None before `measure`."""
+        """Shape of the states of one sequence; None before `measure`."""
         self._batches: Sequence[StateBatch] | None = None
         self._seen: dict[Key, torch.Tensor] = {}
 
@@ -125,7 +125,7 @@ class _Layer:
     number: int
     module: torch.nn.Module
     cache_name: str
-    """Of the argument of its forward."""
+    """Name of the cache argument of its forward."""
     takes_state: bool
     """See `scan_takes_state`."""
 

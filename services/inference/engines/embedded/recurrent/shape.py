@@ -28,7 +28,7 @@ class _Part:
 
     @property
     def place(self) -> slice:
-        """Of its bytes in a row."""
+        """Place of its bytes in a row."""
         return slice(self.start, self.start + self.bytes)
 
 
