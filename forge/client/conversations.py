@@ -19,9 +19,9 @@ from forge.core.credit.side_calls import SideCall
 from forge.v1 import common_pb2 as pb
 
 Unused = Literal["other_model", "aborted", "no_messages"] | SideCall
-"""Why no conversation ends with the answer of a turn: another model than the policy answered; its
-agent left before the end; the record has no messages, as of an agent that sends token ids; it is a
-side call."""
+"""Reason why no conversation ends with the answer of a turn: another model than the policy
+answered; its agent left before the end; the record has no messages, as of an agent that sends token
+ids; it is a side call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class SessionInfo:
     model_s: float = 0.0
     """Time with model calls in flight at this gateway; overlapping calls count once."""
     unanswered: str = ""
-    """Why the last ended model call got no answer, if the agent did not cause it."""
+    """Reason why the last ended model call got no answer, if the agent did not cause it."""
 
     @classmethod
     def decode(cls, response: gateway_pb2.OpenSessionResponse) -> SessionInfo:

@@ -64,7 +64,7 @@ class Session:
     model_s: float = 0.0
     """Total length of the earlier periods with calls in flight."""
     unanswered: str = ""
-    """Why the last ended call got no answer, if the agent did not cause it."""
+    """Reason why the last ended call got no answer, if the agent did not cause it."""
 
     @property
     def idle(self) -> bool:

@@ -87,7 +87,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.awaiting_term: Term | None = None
         """The term of this instance while it begins."""
         self.last_failure = ""
-        """Why the last term of this instance failed; empty once the next one begins."""
+        """Reason why the last term of this instance failed; empty once the next one begins."""
 
     async def SubmitTasks(
         self, request: scheduler_pb2.SubmitTasksRequest, context: Any

@@ -1,6 +1,6 @@
 """`forge trajectories export`: reads trajectories page by page and writes their rows.
 
-Owns the order of reads, the counts and the output. Whatever is left out is counted or named.
+Owns the order of reads, the counts and the output. Counts or names every row that it leaves out.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from forge.core.trajectory import NO_PARENT, TokenTree
 from forge.v1 import common_pb2 as pb
 
 Untrained = Literal["empty", "aborted", "greedy", "other_model"] | SideCall
-"""Why a turn has no token with mask 1; the names are the trainer's."""
+"""Reason why a turn has no token with mask 1; the names are the trainer's."""
 
 _TEXTS = ("trajectory_id", "task_id", "domain")
 

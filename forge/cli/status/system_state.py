@@ -68,7 +68,7 @@ class Service:
     """Release; empty for releases that announce none."""
     metadata: Mapping[str, str]
     error: str = ""
-    """Why there was no answer."""
+    """Reason why there was no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

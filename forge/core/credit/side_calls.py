@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 SideCall = Literal["excluded", "side_call"]
-"""Why a turn is left out: its agent says so, or the rule does."""
+"""Reason why a turn is left out: its agent says so, or the rule does."""
 LINE_CHARS = 16
 """Shortest line that shows that a later request has an answer."""
 

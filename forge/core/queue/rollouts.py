@@ -367,7 +367,7 @@ class Rollouts:
         self._claims.retry_at(ready_s, slot)
 
     def _why_no_further(self, rollout: Rollout, kind: FailureKind, reason: str) -> str:
-        """Why there is no further attempt; "" if there is one."""
+        """Reason why there is no further attempt; "" if there is one."""
         settings, partial = self._settings, self._settings.partial_groups
         # Higher numbers belong to the next leader.
         if rollout.attempt >= self._first_attempt + TERM_ATTEMPTS:

@@ -22,7 +22,7 @@ class StepResult:
     grad_norm: float
     """Before clipping."""
     skipped: str
-    """Why the weights were not updated; "" when they were."""
+    """Reason why the weights were not updated; "" when they were."""
     stats: PolicyStats
     """Statistics of the first pass, of each mini-batch before its update; so are loss and gradient
     norm, which are means over mini-batches."""
@@ -42,7 +42,7 @@ class StepResult:
     updates: int = 0
     """Updates of the weights: mini-batches times passes, unless cut short."""
     cut_short: str = ""
-    """Why later updates of the batch were left out; "" when none was."""
+    """Reason why later updates of the batch were left out; "" when none was."""
     memory_retries: int = 0
     """Retries of the batch in smaller trees after memory ran out."""
     shortage: str = ""
@@ -74,4 +74,4 @@ class Update:
     retries: int = 0
     shortage: str = ""
     failed: str = ""
-    """Why there is no gradient; "" if there is one."""
+    """Reason why there is no gradient; "" if there is one."""

@@ -93,8 +93,8 @@ def logits_of(config: Any) -> Logits:
 
 
 def unmergeable(model: Any, *, forked: bool = False) -> str:
-    """Why a token's output depends on more than its ancestors' keys, values and states; "" if not.
-    `forked`: it has recurrent layers that compute trees."""
+    """Reason why a token's output depends on more than its ancestors' keys, values and states; ""
+    if not. `forked`: it has recurrent layers that compute trees."""
     config = model.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or ())
     known = {*MERGED_LAYERS, *(FORKED_LAYERS if forked else ())}
@@ -148,7 +148,7 @@ class Way:
     """Way in which a model's trees are computed."""
 
     unmerged: str = ""
-    """Why trees are computed sequence by sequence; "" if merged."""
+    """Reason why trees are computed sequence by sequence; "" if merged."""
     separate: bool = False
     """Each sample is computed alone, even if it is the beginning of a longer sample."""
 

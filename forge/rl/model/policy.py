@@ -138,12 +138,12 @@ class TreePolicy:
 
     @property
     def unmerged(self) -> str:
-        """Why trees are computed sequence by sequence; "" if they are not."""
+        """Reason why trees are computed sequence by sequence; "" if they are not."""
         return self.way.unmerged
 
     @property
     def undividable(self) -> str:
-        """Why several ranks cannot share a tree, or its tokens; "" if they can."""
+        """Reason why several ranks cannot share a tree, or its tokens; "" if they can."""
         return f"it is trained sequence by sequence, since {self.unmerged}" if self.unmerged else ""
 
     @property

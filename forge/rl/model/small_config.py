@@ -1,6 +1,6 @@
 """A model's configuration with every size made small, and each kind of layer kept.
 
-Owns which attribute of a configuration of transformers means what: widths and counts become small,
+Owns the meaning of the attributes of transformers' configurations: widths and counts become small,
 windows, chunks, index sizes and thresholds of position become shorter than `PROBE_TOKENS`, so that
 a sequence of a few dozen tokens goes beyond all of them. What a model computes on the copy is
 `forge.rl.model.probe`.

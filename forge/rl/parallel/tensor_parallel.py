@@ -66,7 +66,7 @@ class Division:
             for inner, module in layer.named_modules()
         }
         self.whole_experts = ""
-        """Why experts stay whole on every rank; "" if they do not."""
+        """Reason why experts stay whole on every rank; "" if they do not."""
         self._experts = self._divisible_experts()
         self._rules = self._products()
         self._check()

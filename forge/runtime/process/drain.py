@@ -1,8 +1,8 @@
 """Drain of an instance by an operator: it stays registered, and gets no new work.
 
-Owns the RPC and the mark in discovery. What the mark means is the reader's: routers leave a marked
-worker out. Not here: the drain of a runner, which the scheduler owns; the drain at the end of a
-process (`service`).
+Owns the RPC and the mark in discovery. Readers decide the meaning of the mark: routers leave a
+marked worker out. Not here: the drain of a runner, which the scheduler owns; the drain at the end
+of a process (`service`).
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Backlog:
     """Reason of a permanent refusal by trajectory; the latest `MAX_REFUSALS`."""
     flushes: dict[str, list[asyncio.Future[None]]] = field(default_factory=dict)
     rejection: str = ""
-    """Why the shard rejects turns for now, for example a full disk; "" after it accepts one."""
+    """Reason why the shard rejects turns for now, for example a full disk; "" after it accepts
+    one."""
 
     def __post_init__(self) -> None:
         BACKLOG.labels(self.pool_shard).set_function(lambda: self.bytes)

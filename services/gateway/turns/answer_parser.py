@@ -163,7 +163,7 @@ class AnswerParser:
 
     @property
     def parse_error(self) -> str:
-        """Why a tool call did not parse; "" if all did."""
+        """Reason why a tool call did not parse; "" if all did."""
         return self._parser.error
 
     def message(self) -> Message:

@@ -123,7 +123,7 @@ class Tokens:
 
 
 class Finish(Enum):
-    """Why an answer ended."""
+    """Reason of the end of an answer."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -17,7 +17,7 @@ EARLY_HAND_OFF = "kv_blocks_early"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The abilities of one engine. What an engine does not declare, requests may not ask for."""
+    """The abilities of one engine. Requests may only ask for declared abilities."""
 
     engine: str
     """Name of the engine, for errors."""

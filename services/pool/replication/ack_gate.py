@@ -28,7 +28,7 @@ class Gate:
         self.required = False
         """Answers wait for the follower."""
         self._shut = "no follower has joined yet"
-        """Why no write is acknowledged; "" if writes are."""
+        """Reason why no write is acknowledged; "" if writes are."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property

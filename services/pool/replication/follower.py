@@ -60,7 +60,7 @@ class Following:
         self._instance_id = instance_id
         self._own_address = own_address
         self._no_room = ""
-        """Why the last steps are not on disk, if there was no room."""
+        """Reason why the last steps are not on disk, if there was no room."""
 
     async def run(self) -> None:
         """Follows the current leader until cancelled."""

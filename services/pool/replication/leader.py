@@ -71,7 +71,7 @@ class Leader:
         self._link: Link | None = None
         self._attending: asyncio.Task[None] | None = None
         self._no_room = ""
-        """Why the follower could not store commits, if its disk is full."""
+        """Reason why the follower could not store commits, if its disk is full."""
 
     async def begin(self) -> None:
         """Rewrites the record under this leader's fence. Raises StaleFence."""

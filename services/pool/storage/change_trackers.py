@@ -130,7 +130,7 @@ class CompactionLog:
         self.keys: dict[Key, None] = {}
         """In the order of their first change, those of a failed transaction included."""
         self.lost = ""
-        """Why `keys` is incomplete; "" if it is complete."""
+        """Reason why `keys` is incomplete; "" if it is complete."""
         self._size_bytes = 0
 
     def record_changed(

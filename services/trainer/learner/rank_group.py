@@ -46,7 +46,7 @@ class Meeting:
     rank: int
     limit_s: float
     awaits: str = "torchrun's store does not answer"
-    """Why the ranks have not met yet."""
+    """Reason why the ranks have not met yet."""
 
     @contextmanager
     def limited(self) -> Iterator[None]:

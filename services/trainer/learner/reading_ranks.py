@@ -71,7 +71,7 @@ class ReadChannel:
             queue.SimpleQueue()
         )
         self.broken = ""
-        """Why no exchange is possible any more; "" while one is."""
+        """Reason why no exchange is possible any more; "" while one is."""
         self.count = dist.get_world_size(firsts)
         threading.Thread(target=self._run, name="reading", daemon=True).start()
 
@@ -126,7 +126,7 @@ class Readers:
 
     @property
     def broken(self) -> str:
-        """Why the ranks must start again; "" if they need not."""
+        """Reason why the ranks must start again; "" if they need not."""
         return self._channel.broken if self._channel is not None else ""
 
     def connect(self, channel: ReadChannel | None) -> None:

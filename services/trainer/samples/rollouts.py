@@ -29,10 +29,10 @@ from services.trainer.samples.speed import completion_of, reported_speed
 LeftOut = (
     Literal["empty", "aborted", "greedy", "overlong", "share_missing", "other_model"] | SideCall
 )
-"""Why a turn is not trained: it has no sampled token or no prompt; its agent left before the end;
-it was sampled at temperature 0, so it has no distribution; a token limit cut it off, or another
-turn of its trajectory; the share of allowed tokens is missing; another model than the policy
-answered; it is a side call."""
+"""Reason why a turn is not trained: it has no sampled token or no prompt; its agent left before the
+end; it was sampled at temperature 0, so it has no distribution; a token limit cut it off, or
+another turn of its trajectory; the share of allowed tokens is missing; another model than the
+policy answered; it is a side call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class ChosenTurn:
     start: int
     """Tokens of its context; sampled tokens follow."""
     left_out: LeftOut | None
-    """Why it is not trained; None: it is."""
+    """Reason why it is not trained; None: it is."""
     cut: Cut | None
     """Effect of cuts on it; None if another reason excludes it before."""
 

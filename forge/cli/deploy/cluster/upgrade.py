@@ -35,7 +35,7 @@ class Journal:
     back: list[Step] = field(default_factory=list)
     undone: int = 0
     reason: str = ""
-    """Why it is rolled back."""
+    """Reason of the rollback."""
 
     @property
     def is_open(self) -> bool:

@@ -44,7 +44,7 @@ class Outcome:
     routes: torch.Tensor | None = None
     """Experts of the tokens before these, a row each; None if they are not recorded."""
     failure: ForgeError | None = None
-    """Why no token can follow these."""
+    """Reason why no token can follow these."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class Verdict:
     """Result of the check of a family."""
 
     refusal: str = ""
-    """Why it is not served; "" if it is."""
+    """Reason why it is not served; "" if it is."""
     error: float | None = None
     """Largest error of a log-prob; None if nothing could be computed."""
     greedy_equal: bool = False

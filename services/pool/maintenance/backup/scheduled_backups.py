@@ -115,7 +115,7 @@ def back_up_scheduled(
 
 
 def _reason_for_full(known: Sequence[Backup], *, full_every_s: float, now_unix_s: float) -> str:
-    """Why the next backup is a full one; "" if an increment suffices."""
+    """Reason why the next backup is a full one; "" if an increment suffices."""
     fulls = [at for at, one in enumerate(known) if one.is_full]
     if not fulls:
         return "it is the first"
