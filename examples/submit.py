@@ -75,9 +75,9 @@ async def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path, help="of the run, as `forge up` names it")
+    parser.add_argument("directory", type=Path, help="run directory, as `forge up` prints it")
     parser.add_argument("--domain", default="reasoning", help="a name, or module:class")
     parser.add_argument("--tasks", type=int, default=8)
-    parser.add_argument("--rollouts", type=int, default=2, help="per task")
+    parser.add_argument("--rollouts", type=int, default=2, help="rollouts per task")
     parser.add_argument("--train", action="store_true", help="train on them; does not wait")
     asyncio.run(main(parser.parse_args()))

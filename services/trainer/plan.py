@@ -118,8 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dp-replicate", type=int, default=1, help="copies of the model")
     add("--dp-shard", type=int, default=0, help="data groups of a copy; 0: the remaining ranks")
     add("--cp", type=int, default=1, help="ranks that compute each tree together")
-    add("--autocast", choices=("none", "bfloat16"), default="bfloat16", help="of the backbone")
-    add("--recompute-activations", action="store_true", help="as the setting of the trainer")
+    add("--autocast", choices=("none", "bfloat16"), default="bfloat16", help="type of the backbone")
+    add("--recompute-activations", action="store_true", help="as trainer.recompute_activations")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     return parser
 

@@ -181,7 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, required=True, help="JSON lines of conversations")
     add("--out", type=Path, required=True, help="model directory to write; must not exist")
     add("--epochs", type=int, default=1)
-    add("--learning-rate", type=float, default=1e-5, help="after a warm-up; falls to a tenth")
+    add(
+        "--learning-rate", type=float, default=1e-5, help="rate after the warm-up; falls to a tenth"
+    )
     add("--batch-tokens", type=int, default=65536, help="tokens of an update's conversations")
     add("--token-budget", type=int, default=16384, help="most tokens in one forward pass")
     add("--held-out", type=float, default=0.05, help="share of conversations for evaluation only")
@@ -189,8 +191,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
     add("--device", default="cpu", help="torch device, e.g. cpu or cuda:0")
-    add("--autocast", choices=("none", "auto", "bfloat16"), default="none", help="backbone's type")
-    add("--recompute-activations", action="store_true", help="slower, with less memory")
+    add(
+        "--autocast",
+        choices=("none", "auto", "bfloat16"),
+        default="none",
+        help="type of the backbone",
+    )
+    add("--recompute-activations", action="store_true", help="less memory, slower")
     add("--threads", type=int, default=1, help="threads of torch")
     return parser
 
