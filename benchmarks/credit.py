@@ -107,7 +107,7 @@ class Way:
     credit: Credit
     gamma: float = 1.0
     own_share: float = 0.0
-    """Of the rollout itself in its baseline, which takes that much of the gradient away."""
+    """Share of the rollout itself in its baseline, which takes that much of the gradient away."""
 
     def expected(self, world: World) -> np.ndarray:
         """[T, A] mean gradient: turn t is in its return-to-go, and by gamma^t in the baseline."""
@@ -153,7 +153,7 @@ def _advantages(returns: Sequence[Sequence[float]], baseline: Baseline) -> list[
 
 
 def trace_of(world: World, rollouts: Rollouts, credit: Credit) -> float:
-    """Of the covariance of one trajectory's gradient."""
+    """Trace of the covariance of one trajectory's gradient."""
     advantages_NT = np.asarray(credit(rollouts.rewards))
     scores_NTA = np.eye(ACTIONS)[rollouts.actions_NT] - world.probs_TA
     return float((advantages_NT[:, :, None] * scores_NTA).var(0).sum())

@@ -122,7 +122,7 @@ class Bench:
             self.note(f"bytes.{name}", torch.cuda.memory_allocated(self.device))
 
     def engine_options(self, kv_mib: int, **others: Any) -> dict[str, Any]:
-        """Of an engine that has nearly all of a device's memory."""
+        """Options of an engine that has nearly all of a device's memory."""
         kv_bytes = kv_mib << 20 if self.device.type == "cuda" else 1 << 30
         return {"device": self.options.device, "dtype": "bfloat16", "kv_bytes": kv_bytes} | others
 

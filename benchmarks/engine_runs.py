@@ -50,7 +50,7 @@ class EngineRun:
     seed: int
     result: CampaignResult
     steps: Sequence[Mapping[str, Any]]
-    """Of metrics.jsonl."""
+    """Rows of metrics.jsonl."""
 
     @property
     def last_rewards(self) -> float:

@@ -35,11 +35,11 @@ from services.gateway.http.request_fields import request_body
 
 CONCURRENCY = 16
 MIN_CALLS = 100
-"""Of a run, on a machine that has little time for it."""
+"""Fewest calls of a run, on a machine that has little time for it."""
 TURNS = 6
-"""Of a session in the runs that compare: agents are short with a proxy that forgets them."""
+"""Turns of a session in the runs that compare: agents are short with a proxy that forgets them."""
 PIECES = 4
-"""Of an answer."""
+"""Pieces of an answer."""
 PACED_MS = 100
 """Between pieces where latency is measured: an answer takes 0.4 s, and nobody is saturated."""
 TOKEN_MS = 10

@@ -41,7 +41,7 @@ class Shape:
     layers: int
     channels: int
     inner: int
-    """Of the feed-forward layer."""
+    """Inner channels of the feed-forward layer."""
     queries: int
     """Heads times head size."""
     keys: int
@@ -62,7 +62,7 @@ class Passes:
     """Properties of a relayed tree that determine its memory."""
 
     tokens: int
-    """Of the largest pass."""
+    """Tokens of the largest pass."""
     attended: int
     """Tokens whose keys, values and gradients are held between passes."""
     reach: int
@@ -70,7 +70,7 @@ class Passes:
 
 
 def passes_of(plan: BatchPlan) -> Passes:
-    """Of a batch that is one tree."""
+    """Passes of a batch that is one tree."""
     (tree,) = plan.trees
     return Passes(
         tokens=tree.pass_tokens,

@@ -53,7 +53,7 @@ REWARD = b'{"rewards": [{"name": "right", "kind": "outcome", "value": 1.0}], "mi
 class Size:
     rounds: int
     groups: int
-    """Of a round; a multiple of `BATCH_GROUPS`."""
+    """Groups of a round; a multiple of `BATCH_GROUPS`."""
 
 
 FULL = Size(rounds=5, groups=64)

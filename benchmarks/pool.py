@@ -47,7 +47,7 @@ class Size:
 
     rounds: int
     records: int
-    """Of one round and target."""
+    """Records of one round and target."""
     open_turns: tuple[int, ...]
 
 
@@ -62,7 +62,7 @@ class Round:
     appends_per_s: float
     reads_per_s: float
     cpu_ms_per_append: float
-    """Of the server alone; 0 where it is not known."""
+    """CPU time of the server alone; 0 if it is not known."""
 
 
 async def measure(size: Size, peers: tuple[str, ...]) -> dict[str, float]:

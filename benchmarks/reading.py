@@ -87,7 +87,7 @@ def trajectory(task: str, place: int, rng: Random) -> pb.Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Of one way to read."""
+    """Costs of one way to read."""
 
     rank_0_s: float
     """CPU seconds of rank 0."""

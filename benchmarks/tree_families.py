@@ -81,7 +81,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WAYS = ("tree", "sequences", "requests")
 LARGEST_ERROR = 1e-3
-"""Of gradients in fp32, relative."""
+"""Largest relative error of gradients in fp32."""
 
 
 def measure(name: str, *, rounds: int, scale: int) -> dict[str, float]:

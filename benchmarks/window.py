@@ -138,7 +138,7 @@ def middle(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def medians(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the numbers that each of them has."""
+    """Medians of the numbers that each of them has."""
     names = [name for name in measured[0] if all(name in one for one in measured)]
     return {name: median(one[name] for one in measured) for name in names}
 

@@ -47,7 +47,7 @@ class Family:
     name: str
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of its configuration, beyond the defaults."""
+    """Settings of its configuration, beyond the defaults."""
     small: dict[str, Any] = field(default_factory=dict)
     """Set on the shrunken configuration of the language model."""
 
@@ -171,7 +171,7 @@ class Finding:
     """merged, by sequence, alone, refused, or not built."""
     reason: str = ""
     errors: tuple[float, ...] = ()
-    """Of the loss and of the gradients: within every window, and beyond."""
+    """Errors of the loss and of the gradients: within every window, and beyond."""
     exact: bool = True
 
 

@@ -34,7 +34,7 @@ from tests.support.runtime.etcd import EtcdServer, free_port
 PEER_PYTHON = Path(".venv-peers/bin/python")
 STREAMS = 4
 TURNS = 16
-"""Of one trajectory."""
+"""Turns of one trajectory."""
 COLUMN_TOKENS = 1000
 """Four columns of 4 bytes: a turn of 16 KB."""
 PEER_START_S = 300.0

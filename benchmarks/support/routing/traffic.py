@@ -21,13 +21,13 @@ class EngineCosts:
     """Seconds of the embedded engine on one core."""
 
     pass_s: float
-    """Of a prefill pass, beside its tokens."""
+    """Time of a prefill pass, besides its tokens."""
     token_s: float
     """Per computed token."""
     context_s: float
     """Per computed token and token before it."""
     step_s: float
-    """Of a decode step, beside its requests."""
+    """Time of a decode step, besides its requests."""
     row_s: float
     """Per running request."""
     kv_s: float
@@ -76,9 +76,9 @@ class Traffic:
     concurrency: int = 8
     """Groups at once."""
     publish_every_s: float = 60.0
-    """Of the runs with publications."""
+    """Interval of publications, in runs that have some."""
     speeds: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
-    """Of each worker."""
+    """Speed of each worker."""
     lost_after_s: float = 0.0
     """Time at which the last worker leaves with its requests; 0: never."""
 

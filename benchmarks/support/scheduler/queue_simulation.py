@@ -146,7 +146,7 @@ class Simulation:
         """Time at which a trajectory ends; without a name, the end of a step."""
         self._rng = Random(workload.seed)
         self._durations: list[tuple[float, bool]] = []
-        """Of each group, and whether it is of the later kind."""
+        """Duration of each group, and whether it is of the later kind."""
         self._leased = 0
         self._started_step: dict[int, int] = {}
         self.batches: list[tuple[float, list[int]]] = []
@@ -267,7 +267,8 @@ class Simulation:
         return sum(self._kl(batch, edges) for batch in batches) / len(batches)
 
     def _kl(self, batch: Sequence[int], edges: Mapping[bool, Deciles]) -> float:
-        """Of the batch's durations from those of all tasks of the same kind, over deciles."""
+        """Divergence of the batch's durations from those of all tasks of the same kind, over
+        deciles."""
         seen = [0.0] * BINS
         expected = [0.0] * BINS
         for index in batch:

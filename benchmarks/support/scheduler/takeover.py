@@ -34,7 +34,7 @@ MIN_GROUPS = 128
 GROUPS_PER_CALL = 256
 GROUPS_PER_COMMIT = 4096
 GROUPS_PER_STEP = 512
-"""Of those that were trained on before."""
+"""Groups per step of those that were trained before."""
 BATCH_GROUPS = 8
 CLAIMS = 8
 """Rollouts that are with a runner when the leader is killed."""

@@ -46,8 +46,8 @@ class Size:
         return (BINS - 1) / (2 * self.batch)
 
     def kl_within(self, bound: float) -> float:
-        """What a batch may have whose shift beyond chance is bounded, over deciles of the duration,
-        and a standard deviation: so that the batches of a FIFO are within a bound of 0."""
+        """Largest shift of a batch over deciles of the duration: the bound beyond chance, and a
+        standard deviation, so that the batches of a FIFO are within a bound of 0."""
         return self.kl_of_chance + math.sqrt(2 * (BINS - 1)) / (2 * self.batch) + bound
 
 

@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 36,
     },
 }
-"""Of Qwen 3; the first two have 28 layers, all have 8 key/value heads of 128."""
+"""Shapes of Qwen 3; the first two have 28 layers, all have 8 key/value heads of 128."""
 SHAPE_OF_ALL = {"num_hidden_layers": 28, "num_key_value_heads": 8, "vocab_size": 151936}
 PEERS = Path(__file__).parents[3] / ".venv-peers"
 
@@ -150,7 +150,7 @@ class Bench:
         return total
 
     def _hidden(self, **inputs: Tensor) -> Tensor:
-        """Of the stock backbone, in fp32: what its head begins with."""
+        """Hidden states of the stock backbone, in fp32: the input of its head."""
         with self._autocasting():
             states: Tensor = self.model.base_model(use_cache=False, **inputs).last_hidden_state
         return states.float()

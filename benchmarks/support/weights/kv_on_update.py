@@ -1,5 +1,5 @@
-"""What kept keys and values cost: log-probs of an answer by new weights behind a prompt that older
-weights have read, against those behind a prompt read by the new ones."""
+"""Cost of kept keys and values: log-probs of an answer by new weights after a prompt that older
+weights computed, against those after a prompt that the new weights computed."""
 
 from __future__ import annotations
 
