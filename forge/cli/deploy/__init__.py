@@ -2,7 +2,7 @@
 
 `inventory`, pure (`schedule` asks systemd):
 
-    kinds           what a host can run: units, ports, order
+    kinds           kinds of instances: units, ports, order
     table_reader    values of TOML tables, and their errors
     inventory       the inventory's content; `inventory_file` reads it
     schedule        the time of a timer
@@ -11,7 +11,7 @@
 `render`, on the computer of the operator:
 
     rendered        the files and units of a host, and their manifest
-    host_files      what the inventory makes of each host
+    host_files      files of each host, from the inventory
     assets          units and settings that the distribution brings
     secrets         the CA, certificates, key, passwords and tokens of a cluster
     render          writes the files of every host
@@ -27,7 +27,7 @@
 
 `cluster`, on the computer of the operator:
 
-    transport       how commands reach a host
+    transport       transports of commands to a host
     cluster         the hosts
     plan            the order of a roll, pure
     apply           installs, starts and restarts; members of etcd by `members`

@@ -5,5 +5,5 @@ is the sampling side and `batches` the training side.
 
 dispatch/   the order of leases, and the end of attempts
 window/     [H, H+W), the open batch, shares of domains
-selection/  which group may start, and which groups make a batch
+selection/  the group that may start, and the groups of a batch
 """

@@ -1,10 +1,10 @@
 """The router: places each request on a prefill and a decode worker, again if a worker dies.
 
 fleet/: the workers as one router knows them; pure, except open_calls.py
-    workers.py          what a worker announces, its load and its cache
+    workers.py          a worker's announcement, load and cache
     costs.py            rates by engine
-    needs.py            which engines can begin and continue a request
-    versions.py         which workers may continue an answer, by their weights
+    needs.py            engines that can begin and continue a request
+    versions.py         workers that may continue an answer, by their weights
     canary.py           the share of an engine under trial
     stored_prefixes.py  the KV store that workers share
     open_calls.py       calls in flight on a worker, and their end when it is lost

@@ -1,6 +1,6 @@
 """TensorRT-LLM as an engine, on NVIDIA GPUs; see docs/tensorrt_llm.md.
 
-provider.py      what the entry point names
+provider.py      the target of the entry point
 engine.py        the roles, and prompts between prefill and decode
 answer.py        one answer, over as many legs as it takes
 llm.py           the library's engine: start, legs, weight updates, restart
@@ -17,9 +17,9 @@ weights/: new weights
     probe.py             new weights against the trainer's log-probs
 library/: the installed library
     library.py       finds, checks and imports it
-    surface.py       what the adapter uses of each version (surface/), and the features that follow
+    surface.py       used classes of each version (surface/), and the features that follow
     surface_diff.py  an installed tree against a surface
 doctor/: `forge doctor --engine tensorrt_llm`
-    checks.py        what it says
+    checks.py        its findings
     checklist.py     checks that need a GPU
 """
