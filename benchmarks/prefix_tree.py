@@ -21,6 +21,7 @@ there are tokens per second, MFU and peak memory besides.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -67,18 +68,7 @@ def measure(
     samples = workload.samples
     loss, plan = bench.tree(samples)
     merged = bench.gradients()
-    budget = pass_budget(samples, plan)
-    ways: dict[str, Callable[[], object]] = {
-        "tree": lambda: bench.tree(samples),
-        "padded": lambda: bench.padded(samples, budget),
-        "varlen": lambda: bench.varlen(samples, budget),
-        "trajectories": lambda: bench.trajectories(workload.rollouts),
-    }
-    if workload.name == "trajectory" and bench.device.type == "cpu" and has_prefix_grouper():
-        ways["prefix_grouper"] = lambda: bench.prefix_grouper(samples)
-    if HAS_TRL:
-        ways["trl"] = lambda: bench.trl(samples, budget)
-    ways["per_request"] = lambda: bench.per_request(samples)  # the last one: its gradient stays
+    ways = ways_of(bench, workload, pass_budget(samples, plan))
     for way in without:
         ways.pop(way, None)
     time_s, outcomes, peaks = timed(bench, ways, samples, rounds=rounds, clock=clock)
@@ -111,6 +101,23 @@ def measure(
     if "per_request" in time_s:
         found["efficiency"] = found["speedup_vs_per_request"] / bound
     return found
+
+
+def ways_of(bench: Bench, workload: Workload, budget: int) -> dict[str, Callable[[], object]]:
+    """Every way to train on the workload; the last one's gradient stays."""
+    samples = workload.samples
+    ways: dict[str, Callable[[], object]] = {
+        "tree": lambda: bench.tree(samples),
+        "padded": lambda: bench.padded(samples, budget),
+        "varlen": lambda: bench.varlen(samples, budget),
+        "trajectories": lambda: bench.trajectories(workload.rollouts),
+    }
+    if workload.name == "trajectory" and bench.device.type == "cpu" and has_prefix_grouper():
+        ways["prefix_grouper"] = lambda: bench.prefix_grouper(samples)
+    if HAS_TRL:
+        ways["trl"] = lambda: bench.trl(samples, budget)
+    ways["per_request"] = lambda: bench.per_request(samples)
+    return ways
 
 
 def timed(
@@ -179,21 +186,7 @@ def operations_of(bench: Bench, samples: Sequence[Sample], plan: BatchPlan) -> t
 
 
 def main() -> None:
-    parser = arguments(__doc__, quick="smaller model, shorter sequences, one round, nothing padded")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", help="workloads to run")
-    parser.add_argument("--without", nargs="*", default=[], help="ways to leave out")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--bf16", action="store_true", help="the backbone in bfloat16")
-    parser.add_argument("--hidden", type=int, help="channels of the model, a multiple of 64")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="the sizes of a Qwen 3 instead")
-    parser.add_argument("--recompute", action="store_true", help="recompute activations")
-    parser.add_argument("--compile", action="store_true", help="layers, in ways without SDPA")
-    parser.add_argument("--step", action="store_true", help="a whole optimizer step besides")
-    parser.add_argument("--profile", type=Path, help="write the operations of each tree here")
-    options = parser.parse_args()
+    options = _options()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     scale = 4 if options.quick else 1
@@ -201,21 +194,7 @@ def main() -> None:
     if options.device != "cpu":
         clock = device_clock
         workloads += device_workloads(scale)
-    bench = Bench(
-        hidden=options.hidden or (128 if options.quick else 256),
-        layers=options.layers or (2 if options.quick else 4),
-        shape=options.shape or "",
-        device=options.device,
-        autocast=torch.bfloat16 if options.bf16 else None,
-    )
-    if options.recompute:
-        recompute_activations(bench.model)
-    if options.compile:
-        compile_layers(bench.model)
-    small = make_workloads(16)[0].samples  # first calls allocate, import and choose kernels
-    bench.tree(small)
-    if HAS_TRL:
-        bench.trl(small, UNSPLIT)
+    bench = _warm_bench(options)
     columns = (*(f"speedup_vs_{way}" for way in WAYS), "flop_bound", "efficiency", "plan_share")
     print(f"{'workload':<12}{'tokens':>18}" + "".join(f"{_short(name):>19}" for name in columns))
     numbers: dict[str, float] = {}
@@ -233,11 +212,47 @@ def main() -> None:
         numbers |= {f"{workload.name}.{key}": value for key, value in found.items()}
         tokens = f"{found['sample_tokens']:.0f} > {found['tree_tokens']:.0f}"
         values = (f"{found[name]:>19.3g}" if name in found else f"{'':>19}" for name in columns)
-        print(
-            f"{workload.name:<12}{tokens:>18}" + "".join(values) + f"   {workload.describe}",
-            flush=True,
-        )
+        line = f"{workload.name:<12}{tokens:>18}" + "".join(values)
+        print(f"{line}   {workload.describe}", flush=True)
         keep(numbers, options.json)
+
+
+def _options() -> argparse.Namespace:
+    parser = arguments(__doc__, quick="smaller model, shorter sequences, one round, nothing padded")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="workloads to run")
+    parser.add_argument("--without", nargs="*", default=[], help="ways to leave out")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bf16", action="store_true", help="the backbone in bfloat16")
+    parser.add_argument("--hidden", type=int, help="channels of the model, a multiple of 64")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="the sizes of a Qwen 3 instead")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations")
+    parser.add_argument("--compile", action="store_true", help="layers, in ways without SDPA")
+    parser.add_argument("--step", action="store_true", help="a whole optimizer step besides")
+    parser.add_argument("--profile", type=Path, help="write the operations of each tree here")
+    return parser.parse_args()
+
+
+def _warm_bench(options: argparse.Namespace) -> Bench:
+    """The model; its first calls allocate, import and choose kernels."""
+    bench = Bench(
+        hidden=options.hidden or (128 if options.quick else 256),
+        layers=options.layers or (2 if options.quick else 4),
+        shape=options.shape or "",
+        device=options.device,
+        autocast=torch.bfloat16 if options.bf16 else None,
+    )
+    if options.recompute:
+        recompute_activations(bench.model)
+    if options.compile:
+        compile_layers(bench.model)
+    small = make_workloads(16)[0].samples
+    bench.tree(small)
+    if HAS_TRL:
+        bench.trl(small, UNSPLIT)
+    return bench
 
 
 def _short(name: str) -> str:
