@@ -21,7 +21,7 @@ from forge.agents.rollout import Gateway, Rollout, RolloutResult, Scaffold
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring.scoring import Scorer
-from forge.client.session import AgentSession
+from forge.client.sessions.session import AgentSession
 from forge.core.errors import (
     ConfigError,
     ForgeError,

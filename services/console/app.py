@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from forge.client.operator import Operator
-from forge.client.pool import PoolReader
-from forge.client.token_values import TokenValuesReader
+from forge.client.stored.pool import PoolReader
+from forge.client.stored.token_values import TokenValuesReader
 from forge.client.weights import WeightSteering
 from forge.runtime.process.service import ServiceContext
 from forge.v1 import pool_pb2

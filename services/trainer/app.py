@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from forge.client.operator import Operator
-from forge.client.rollout_tables import note_tables
+from forge.client.stored.rollout_tables import note_tables
 from forge.client.task_files import read_tasks
 from forge.core.errors import Unavailable
 from forge.core.routes import RouteShape

@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from forge.cli.status.system_state import Service
-from forge.client.token_values import CLIPPED, MASKED, TurnValues
+from forge.client.stored.token_values import CLIPPED, MASKED, TurnValues
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2, trainer_pb2

@@ -21,7 +21,7 @@ import pytest_asyncio
 
 from forge.cli.connection import of_run
 from forge.client.operator import Operator
-from forge.client.pool import PoolReader
+from forge.client.stored.pool import PoolReader
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from forge.client.reward_events import reward_event
-from forge.client.turns import Answer
+from forge.client.sessions.turns import Answer
 from forge.core.errors import FailedPrecondition
 from forge.core.token_columns import float32_array, int32_array
 from forge.runtime.coordination import Coordinator, Instance

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from etcd3aio.kv import KVService, prefix_range_end
 
-from forge.client.rollout_tables import note_tables
+from forge.client.stored.rollout_tables import note_tables
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.client.pool import PoolReader
+from forge.client.stored.pool import PoolReader
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.placement.sharding import choose_shard
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2

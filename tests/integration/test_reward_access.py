@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from forge.client.reward_events import reward_event
-from forge.client.session import AgentSession
+from forge.client.sessions.session import AgentSession
 from forge.core.credit.rewards import RewardKind
 from forge.core.errors import (
     AlreadyExists,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from forge.client.token_values import TokenValuesReader, TurnValues
+from forge.client.stored.token_values import TokenValuesReader, TurnValues
 from forge.client.weights import WeightSteering, earlier_version
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.named_tensor import NamedTensor

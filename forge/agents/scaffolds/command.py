@@ -29,7 +29,7 @@ from forge.agents.sandbox.child import (
     last_lines,
 )
 from forge.agents.sandbox.installations import names_file
-from forge.client.session import AgentSession
+from forge.client.sessions.session import AgentSession
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
 from forge.runtime.telemetry import log
 from forge.runtime.tracing import current_span

@@ -10,8 +10,8 @@ from forge.agents.conversation import Conversation
 from forge.agents.environments.base import Episode, Transcript
 from forge.agents.environments.folding import CONTEXT_ACTION, fold_request, folded
 from forge.agents.rollout import Rollout
-from forge.client.session import AgentSession
-from forge.client.turns import Answer
+from forge.client.sessions.session import AgentSession
+from forge.client.sessions.turns import Answer
 from forge.core.errors import InvalidArgument
 
 RETRY_S = 10.0

@@ -37,7 +37,7 @@ from forge.cli.service_settings import (
     programs_of_run,
 )
 from forge.cli.status.system_state import read_state
-from forge.client.pool import PoolReader
+from forge.client.stored.pool import PoolReader
 from forge.core.errors import ForgeError, InvalidArgument, NotFound
 from forge.core.extras import DISTRIBUTION
 from forge.runtime.coordination import Coordinator, Instance

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forge.cli.exports.files import Arrow
-from forge.client.conversations import Conversation
+from forge.client.stored.conversations import Conversation
 from forge.core.conversation.messages import Message, same, to_openai
 
 Arguments = Literal["object", "text"]

@@ -25,10 +25,10 @@ from forge.cli.exports.formats import ExportFormat, ExportOptions
 from forge.cli.exports.preference_pairs import GroupPairs
 from forge.cli.exports.token_rows import TokenRows, token_rows
 from forge.cli.exports.trajectory_rows import TrajectoryRows
-from forge.client.conversations import conversations
 from forge.client.group_credit import turn_advantages
-from forge.client.pool import Page, PoolReader
 from forge.client.reward_events import reward_sum
+from forge.client.stored.conversations import conversations
+from forge.client.stored.pool import Page, PoolReader
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
 

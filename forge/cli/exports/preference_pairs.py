@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from forge.cli.exports.chat_rows import ChatRow, preference_row
-from forge.client.conversations import Conversation, conversations
-from forge.client.pool import Page, PoolReader
 from forge.client.reward_events import reward_sum
+from forge.client.stored.conversations import Conversation, conversations
+from forge.client.stored.pool import Page, PoolReader
 from forge.core.errors import InvalidArgument
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2

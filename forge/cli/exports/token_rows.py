@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forge.cli.exports.files import Arrow
-from forge.client.trajectory_tree import TrajectoryTree, turn_tokens
+from forge.client.stored.trajectory_tree import TrajectoryTree, turn_tokens
 from forge.core.credit.side_calls import SideCall
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import (

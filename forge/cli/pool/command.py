@@ -1,7 +1,7 @@
 """`forge pool`: the commands for the data pool; `forge trajectories` reads its content.
 
 Owns arguments and output. `services.pool.maintenance` works on the files of a shard, in a separate
-process, because only the pool may import LMDB; `forge.client.pool` calls a running pool.
+process, because only the pool may import LMDB; `forge.client.stored.pool` calls a running pool.
 """
 
 from __future__ import annotations

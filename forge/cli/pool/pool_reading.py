@@ -31,9 +31,9 @@ from forge.cli.exports.trajectory_rows import TrajectoryRows
 from forge.cli.options import SystemOptions
 from forge.cli.pool.token_value_rows import ValuedRows, Values
 from forge.cli.pool.trajectory_view import TrajectoryView
-from forge.client.pool import PoolReader
-from forge.client.rollout_tables import known_tables
-from forge.client.token_values import TokenValuesReader
+from forge.client.stored.pool import PoolReader
+from forge.client.stored.rollout_tables import known_tables
+from forge.client.stored.token_values import TokenValuesReader
 from forge.core.errors import NotFound
 from forge.v1 import common_pb2, pool_pb2
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from forge.cli.exports.trajectory_rows import TrajectoryRows
-from forge.client.token_values import CLIPPED, COLUMNS, MASKED, TurnValues
+from forge.client.stored.token_values import CLIPPED, COLUMNS, MASKED, TurnValues
 from forge.v1 import common_pb2
 
 Values = Mapping[int, TurnValues]

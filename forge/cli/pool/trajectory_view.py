@@ -12,7 +12,7 @@ from rich.tree import Tree
 
 from forge.cli.pool.token_value_rows import Values, summary_of
 from forge.client.reward_events import REWARD_KINDS
-from forge.client.trajectory_tree import TrajectoryTree, sampled_tokens
+from forge.client.stored.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2 as pb

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from forge.cli.status.system_state import Service, read_state
-from forge.client.pool import PoolReader
+from forge.client.stored.pool import PoolReader
 from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.channel import Channels

@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from forge.client.operator import Operator
-from forge.client.pool import PoolReader
 from forge.client.reward_events import reward_sum
+from forge.client.stored.pool import PoolReader
 from forge.core.tasks.dataset_cursor import any_place_of
 from forge.v1 import common_pb2 as pb
 from forge.v1 import pool_pb2, scheduler_pb2

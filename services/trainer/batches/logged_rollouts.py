@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import islice, zip_longest
 from typing import NamedTuple
 
-from forge.client.conversations import conversations
 from forge.client.reward_events import reward_sum
+from forge.client.stored.conversations import conversations
 from forge.core.conversation.messages import to_openai
 from forge.core.errors import ForgeError
 from forge.v1 import common_pb2 as pb

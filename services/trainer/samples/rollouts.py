@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from forge.client.reward_events import reward_component
-from forge.client.trajectory_tree import turn_tokens
+from forge.client.stored.trajectory_tree import turn_tokens
 from forge.core.credit.overlong import masked_turns, overlong_penalties
 from forge.core.credit.rewards import returns_to_go, turn_rewards
 from forge.core.credit.side_calls import SideCall, side_calls

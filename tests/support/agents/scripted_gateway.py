@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 from aiohttp import web
 
-from forge.client.messages import from_proto, to_proto
+from forge.client.sessions.messages import from_proto, to_proto
 from forge.core.errors import FailedPrecondition, ForgeError, PermissionDenied, Unavailable
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.status import to_status

@@ -15,8 +15,8 @@ import aiohttp
 
 from forge.cli.status.system_state import Service
 from forge.client.operator import Operator
-from forge.client.pool import Page, PoolReader
-from forge.client.token_values import TurnValues
+from forge.client.stored.pool import Page, PoolReader
+from forge.client.stored.token_values import TurnValues
 from forge.client.weights import WeightSteering
 from forge.core.errors import ForgeError, NotFound, Unavailable
 from forge.runtime.concurrency.tasks import cancel_and_wait

@@ -14,7 +14,7 @@ from anthropic import AsyncAnthropic
 from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from forge.client.session import AgentSession
+from forge.client.sessions.session import AgentSession
 from forge.core.errors import Unauthenticated
 from forge.core.token_columns import int32_bytes
 from forge.core.trajectory import TokenTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from forge.client.trajectory_tree import turn_tokens
+from forge.client.stored.trajectory_tree import turn_tokens
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.core.trajectory import TokenTree
 from forge.v1 import common_pb2

@@ -44,7 +44,7 @@ ALSO = {
         "forge.cli.credentials.token",
         "forge.cli.weights",
         "forge.client.operator",
-        "forge.client.pool",
+        "forge.client.stored.pool",
         "rich._emoji_codes",
         "rich.table",
         "typer._adapters",

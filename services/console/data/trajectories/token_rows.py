@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge.client.trajectory_tree import TrajectoryTree, sampled_tokens
+from forge.client.stored.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
 from forge.v1 import common_pb2 as pb

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forge.client.token_values import CLIPPED, MASKED, TurnValues
+from forge.client.stored.token_values import CLIPPED, MASKED, TurnValues
 from forge.core.errors import ForgeError, NotFound
 from forge.v1 import common_pb2 as pb
 from services.console.data.trajectories.token_rows import spans_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forge.client.group_credit import turn_advantages
-from forge.client.pool import PoolReader
+from forge.client.stored.pool import PoolReader
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2 as pb

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forge.client.trajectory_tree import TrajectoryTree, sampled_tokens
+from forge.client.stored.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.token_columns import float32_array, int32_array
 from forge.v1 import common_pb2 as pb
 from services.console.data.trajectories.rows import reward_row, state_name

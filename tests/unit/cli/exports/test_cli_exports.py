@@ -21,8 +21,8 @@ from forge.cli.exports.chat_rows import (
 )
 from forge.cli.exports.files import RowFormat, export_file
 from forge.cli.exports.token_rows import TokenRow, TokenRows, token_rows
-from forge.client.conversations import Conversation, conversations
 from forge.client.group_credit import turn_advantages
+from forge.client.stored.conversations import Conversation, conversations
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import float32_array, float32_bytes, int32_array

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from forge.cli.pool.token_value_rows import ValuedRows
 from forge.cli.pool.trajectory_view import TrajectoryView
-from forge.client.token_values import CLIPPED, MASKED, TurnValues
-from forge.client.trajectory_tree import TrajectoryTree
+from forge.client.stored.token_values import CLIPPED, MASKED, TurnValues
+from forge.client.stored.trajectory_tree import TrajectoryTree
 from forge.v1 import common_pb2 as pb
 from tests.support.pool.records import make_reward, make_turn
 

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from forge.client.operator import Operator
-from forge.client.pool import PoolReader
+from forge.client.stored.pool import PoolReader
 from forge.v1 import common_pb2 as pb
 from forge.v1 import pool_pb2, scheduler_pb2
 from services.console.data import tasks_view

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from forge.client.token_values import CLIPPED, joined
+from forge.client.stored.token_values import CLIPPED, joined
 from forge.core.errors import DataLoss, MailboxFull, NotFound, ResourceExhausted
 from forge.rl.losses.token_values import TokenValues
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem

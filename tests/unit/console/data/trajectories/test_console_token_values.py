@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from forge.client.token_values import CLIPPED, MASKED, TurnValues
+from forge.client.stored.token_values import CLIPPED, MASKED, TurnValues
 from forge.core.errors import NotFound, Unavailable
 from forge.v1 import common_pb2 as pb
 from services.console.data.trajectories.token_rows import token_rows

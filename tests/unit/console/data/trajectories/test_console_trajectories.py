@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from forge.client.pool import PoolReader
+from forge.client.stored.pool import PoolReader
 from forge.core.errors import InvalidArgument, NotFound
 from forge.v1 import common_pb2 as pb
 from services.console.data.topics import START, News

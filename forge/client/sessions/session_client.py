@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from forge.client.access import Access
-from forge.client.turns import SessionInfo
+from forge.client.sessions.access import Access
+from forge.client.sessions.turns import SessionInfo
 from forge.runtime.rpc.channel import CHANNEL_OPTIONS
 from forge.v1 import gateway_pb2_grpc
 

@@ -2,7 +2,7 @@
 
 Owns the calls of an agent: open, chat, generate, annotate, close. Keeps no history: an agent sends
 all messages that the model should see, and the gateway finds the tokens it already has. Threads use
-`forge.client.sync`.
+`forge.client.sessions.sync`.
 
     async with AgentSession.from_env() as session:
         answer = await session.chat([{"role": "user", "content": "What is 2 + 2?"}])
@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from forge.client.messages import Message
 from forge.client.retry import retried
-from forge.client.session_client import SessionClient
-from forge.client.turns import (
+from forge.client.sessions.messages import Message
+from forge.client.sessions.session_client import SessionClient
+from forge.client.sessions.turns import (
     Answer,
     ChatOptions,
     CloseOptions,

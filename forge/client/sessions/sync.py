@@ -1,12 +1,8 @@
 """One rollout's conversation with the gateway over gRPC, for threads.
 
-The same calls as `forge.client.session`. Both share encoding (`turns`), access and retries; only
-the waiting is written twice, here over grpc's blocking channel. An event loop in a thread of its
-own would cost two thread switches a call, and `grpc.aio` serves several loops badly.
-
-    with SyncAgentSession.from_env() as session:
-        answer = session.chat([{"role": "user", "content": "What is 2 + 2?"}])
-        print(answer.text)
+The same calls as `session`. Both share encoding (`turns`), access and retries; only the waiting is
+written twice, here over grpc's blocking channel. An event loop in a thread of its own would cost
+two thread switches a call, and `grpc.aio` serves several loops badly.
 """
 
 from __future__ import annotations
@@ -17,10 +13,10 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from forge.client.messages import Message
 from forge.client.retry import retried_sync
-from forge.client.session_client import SessionClient
-from forge.client.turns import (
+from forge.client.sessions.messages import Message
+from forge.client.sessions.session_client import SessionClient
+from forge.client.sessions.turns import (
     Answer,
     ChatOptions,
     CloseOptions,

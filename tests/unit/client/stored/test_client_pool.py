@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge.client.pool import PoolReader
+from forge.client.stored.pool import PoolReader
 from forge.core.errors import DeadlineExceeded
 from forge.v1 import pool_pb2
 
@@ -31,8 +31,8 @@ class HangingPool:
 
 async def test_fetch_from_a_hung_shard_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """An export that waited forever would not give the reason."""
-    monkeypatch.setattr("forge.client.pool.Remote", HangingPool)
-    monkeypatch.setattr("forge.client.pool.CALL_S", 0.01)
+    monkeypatch.setattr("forge.client.stored.pool.Remote", HangingPool)
+    monkeypatch.setattr("forge.client.stored.pool.CALL_S", 0.01)
     reader: Any = PoolReader
     with pytest.raises(DeadlineExceeded, match=r"pool shard s0 sent nothing for 0\.01 s"):
         async for _ in reader(None, None, retry_for_s=0.0).fetch("s0", ["a:0:0"], on_damage=print):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from forge.client.messages import Message, from_proto, to_proto
+from forge.client.sessions.messages import Message, from_proto, to_proto
 from forge.core.token_columns import float32_array, int32_array, int32_bytes
 from forge.v1 import common_pb2, gateway_pb2
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forge.client.trajectory_tree import TrajectoryTree
+from forge.client.stored.trajectory_tree import TrajectoryTree
 from forge.core.conversation.context_tree import ContextTree, Node, root_of
 from forge.core.conversation.messages import Message, from_openai
 from forge.core.credit.side_calls import SideCall

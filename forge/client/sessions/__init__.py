@@ -1,0 +1,1 @@
+"""Sessions of agents: turns, their messages, and the synchronous form."""

@@ -1,0 +1,1 @@
+"""Reads what a pool has stored: groups, trajectories, conversations, token values."""
