@@ -127,7 +127,7 @@ def _key(path: str, host: x509.Certificate) -> Iterator[Finding]:
         # The service's own user may read it.
         return
     except (OSError, ValueError, TypeError):
-        text = f"{path} is no PEM key without password"
+        text = f"{path} is not a PEM key without password"
         yield Finding(ok=False, text=text, remedy=_ISSUE)
         return
     if key.public_key() != host.public_key():

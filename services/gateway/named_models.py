@@ -110,7 +110,7 @@ def _check_url(setting: str, url: str) -> None:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
     except ValueError as error:
-        raise InvalidArgument(f"{setting} = {url!r} is no URL: {error}") from None
+        raise InvalidArgument(f"{setting} = {url!r} is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
         raise InvalidArgument(f"{setting} = {url!r} must begin with https:// and a host")
     if parts.username is not None or parts.password is not None:

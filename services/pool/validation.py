@@ -41,7 +41,7 @@ def new_turn(serialized: bytes) -> NewTurn:
     try:
         turn = common_pb2.Turn.FromString(serialized)
     except DecodeError as error:
-        raise InvalidArgument(f"the {len(serialized)} bytes sent are no Turn: {error}") from None
+        raise InvalidArgument(f"the {len(serialized)} bytes sent are not a Turn: {error}") from None
     name = parse_trajectory_id(turn.trajectory_id)
     try:
         return NewTurn(

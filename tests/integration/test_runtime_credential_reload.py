@@ -296,7 +296,7 @@ async def test_wrong_files_keep_the_earlier_certificates(
     certificate.write_bytes(certificate.read_bytes()[:200])
     (line,) = await until(lambda: echo.logged("credentials_not_reloaded"))
     assert line["level"] == "warning"
-    assert f"tls_cert = '{certificate}' is no certificate of tls_key" in line["error"]
+    assert f"tls_cert = '{certificate}' is not a certificate of tls_key" in line["error"]
     assert await subject(address, client_host.security()) == "client"
     await echo.reloaded("tls", lambda: server_host.issue(ca))
     assert await subject(address, client_host.security()) == "client"
@@ -390,6 +390,6 @@ def test_key_of_another_certificate_is_refused_once(server_host: Host, client_ho
         Path(client_host.files()["tls_key"]).read_bytes()
     )
     assert not security.reload_tls()
-    with pytest.raises(ConfigError, match="is no certificate of tls_key"):
+    with pytest.raises(ConfigError, match="is not a certificate of tls_key"):
         security.reload_tls()
     assert not security.reload_tls()

@@ -178,7 +178,7 @@ def _alternative(name: str) -> x509.GeneralName:
     labels = name.removeprefix("*.").split(".")
     # Digits alone at the end: a wrong IP address.
     if len(name) > 253 or labels[-1].isdigit() or not all(map(_LABEL.fullmatch, labels)):
-        raise InvalidArgument(f"{name!r} is no DNS name and no IP address")
+        raise InvalidArgument(f"{name!r} is neither a DNS name nor an IP address")
     return x509.DNSName(name)
 
 

@@ -89,7 +89,7 @@ def normal_role(role: str) -> str:
     """Return the role's name in templates. Raises `InvalidArgument` for an unknown role."""
     role = ALIASES.get(role, role)
     if role not in ROLES:
-        raise InvalidArgument(f"role {role[:40]!r} is none of system, user, assistant, tool")
+        raise InvalidArgument(f"role {role[:40]!r} must be system, user, assistant or tool")
     return role
 
 

@@ -161,7 +161,7 @@ def _listener_context(cert: str, key: str, client_ca: str = "") -> ssl.SSLContex
         context.load_cert_chain(cert, key, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"tls_cert = {cert!r} is no certificate of tls_key = {key!r}: {error}"
+            f"tls_cert = {cert!r} is not a certificate of tls_key = {key!r}: {error}"
         ) from None
     if client_ca:
         _trust(context, client_ca)

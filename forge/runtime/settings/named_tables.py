@@ -28,7 +28,7 @@ def read_tables(
     try:
         tables = msgspec.json.decode(value) if isinstance(value, str) else value
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise ConfigError(f"{key} is no JSON object of tables: {error}") from None
+        raise ConfigError(f"{key} is not a JSON object of tables: {error}") from None
     if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
         raise ConfigError(f"{key} = {value!s:.80} is not allowed: tables [{key}.NAME]")
     return {name: _row(f"{key}.{name}", table, row, allowed) for name, table in tables.items()}

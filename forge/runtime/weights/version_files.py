@@ -198,7 +198,7 @@ def read_version(
 
 def _require_own(path: Path, found: os.stat_result, size_bytes: int) -> None:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise DataLoss(f"{path} is no file of this user: user {found.st_uid}")
+        raise DataLoss(f"{path} is not a file of this user: user {found.st_uid}")
     if stat.S_IMODE(found.st_mode) != _MODE:
         raise DataLoss(f"{path} has mode {stat.S_IMODE(found.st_mode):o}, not {_MODE:o}")
     if found.st_size != size_bytes:

@@ -17,7 +17,7 @@ def read_key(table: str, key_file: str) -> str:
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting}: {getattr(error, 'strerror', 'it is no text')}") from None
+        raise ConfigError(f"{setting}: {getattr(error, 'strerror', 'it is not text')}") from None
     if mode & 0o007:
         raise ConfigError(f"{setting} is open to every user: chmod o= {key_file}")
     if not text.isprintable() or not text or " " in text:

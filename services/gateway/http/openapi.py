@@ -64,7 +64,7 @@ _OBJECT = {"schema": {"type": "object"}}
 _ERRORS: Mapping[str, str] = {
     "400": "A field is wrong, or the prompt is too long",
     "401": "No session token, or an invalid one",
-    "403": "The token is no session token, or may not do this",
+    "403": "The token is not a session token, or may not do this",
     "404": "Unknown path, model or response",
     "405": "The path has no such method",
     "408": "The body did not arrive in time",

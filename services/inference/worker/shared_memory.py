@@ -54,7 +54,7 @@ def read(name: str, *, size: int, checksum: int) -> memoryview:
     """Return the content, mapped, and remove the file. Raises DataLoss for another content, OSError
     without the file."""
     if not _NAME.fullmatch(name):
-        raise DataLoss(f"shared memory {name[:80]!r} is no name of a hand-off")
+        raise DataLoss(f"shared memory {name[:80]!r} is not a name of a hand-off")
     opened = os.open(_DIRECTORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(opened)

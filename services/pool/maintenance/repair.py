@@ -64,9 +64,7 @@ def copy_in(directory: Path) -> OpenCopy:
         with snapshot(directory) as (transaction, databases):
             records = Records(transaction, databases)
             if not lineage or _identity(records)[1] != lineage:
-                raise ConfigError(
-                    f"{directory} is no copy of this shard: its lineage is another one"
-                )
+                raise ConfigError(f"{directory} is not a copy of this shard: its lineage differs")
             yield lambda unit: copied_records(records, [unit])
 
     return open_copy

@@ -137,7 +137,7 @@ def answer(records: Records, request: pb.FetchRecordsRequest) -> bytes:
         )
     unknown = [each.table for each in request.records if each.table not in _TABLES]
     if unknown:
-        raise InvalidArgument(f"records.table {unknown[0]!r} is no table that replicas share")
+        raise InvalidArgument(f"records.table {unknown[0]!r} is not a table that replicas share")
     copied = copied_records(records, ((_TABLES[each.table], each.key) for each in request.records))
     changes = pb.RecordChanges(position=copied.position)
     for (table, key), value in copied.values.items():

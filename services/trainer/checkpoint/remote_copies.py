@@ -110,7 +110,7 @@ class RemoteCopies:
         for name in (*state["files"], STATE_FILE):
             target = arriving / name
             if not target.resolve().is_relative_to(arriving.resolve()):
-                raise DataLoss(f"{name!r} is no path in a checkpoint")
+                raise DataLoss(f"{name!r} is not a path in a checkpoint")
             target.parent.mkdir(parents=True, exist_ok=True)
             self._files.get_file(f"{folder}/{name}", str(target))
             sync(target)

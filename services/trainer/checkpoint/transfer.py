@@ -169,7 +169,7 @@ class Staging:
     def _file(self, name: str) -> Path:
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts or not parts.parts:
-            raise DataLoss(f"{name!r} is no path in a checkpoint")
+            raise DataLoss(f"{name!r} is not a path in a checkpoint")
         return self._path / parts
 
     def complete(self) -> Path:

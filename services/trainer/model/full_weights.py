@@ -89,7 +89,9 @@ def load_model(path: Path, *, device: torch.device | str = "cpu") -> Any:
 def require_model(path: Path) -> None:
     """Raises `NotFound` for a directory without a model."""
     if not (path / "config.json").is_file():
-        raise NotFound(f"model_path = {str(path)!r} is no model directory: config.json is missing")
+        raise NotFound(
+            f"model_path = {str(path)!r} is not a model directory: config.json is missing"
+        )
 
 
 def check_family(model_path: str) -> None:

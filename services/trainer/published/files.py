@@ -120,7 +120,7 @@ def _read(path: Path) -> tuple[PublishedVersion, HeldWeights]:
         manifest = about.announcement.open(encoded)
         tensors = tuple(_tensors(path / _TENSORS, manifest.tensors))
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise DataLoss(f"{path} is no held version: {error}") from error
+        raise DataLoss(f"{path} is not a held version: {error}") from error
     found = content_digest(map(TensorEntry.of, tensors))
     if found != about.announcement.digest:
         raise DataLoss(f"{path} is damaged: digest {found}, not {about.announcement.digest}")

@@ -33,7 +33,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     for number, entry in lines:
         messages = entry.get("messages") if isinstance(entry, dict) else None
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-            raise InvalidArgument(f"{path}, line {number}: messages is no list of objects")
+            raise InvalidArgument(f"{path}, line {number}: messages is not a list of objects")
         found.append(entry)
     return found
 

@@ -34,7 +34,7 @@ def config(models: str) -> GatewayConfig:
         ("x", {"kind": "external", "url": HTTPS, "group": "g"}, "models.x.group = 'g' is not for"),
         ("x", {"kind": "external", "url": "ftp://h/"}, "must begin with https:// and a host"),
         ("x", {"kind": "external", "url": "https:///v1"}, "must begin with https:// and a host"),
-        ("x", {"kind": "external", "url": "https://h:70000/"}, "is no URL"),
+        ("x", {"kind": "external", "url": "https://h:70000/"}, "is not a URL"),
         ("x", {"kind": "external", "url": "http://api.invalid/v1"}, "loopback interface alone"),
         ("x", {"kind": "external", "url": "http://127.0.0.1.invalid/"}, "loopback interface alone"),
         ("x", {"kind": "external", "url": HTTPS + "?key=1"}, "neither a query nor a fragment"),

@@ -62,7 +62,7 @@ def read_inventory(text: str, *, source: str, release: str) -> Inventory:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is no TOML: {error}") from None
+        raise ConfigError(f"{source} is not TOML: {error}") from None
     reader = TableReader(source)
     inventory = _inventory(reader, table, release)
     if not reader.errors:

@@ -83,7 +83,7 @@ def _weekdays(word: str) -> None:
         days = part.split("..")
         for day in days:
             if day not in _WEEKDAYS:
-                raise _WrongTime(f"{day!r} is no weekday, and no word like daily")
+                raise _WrongTime(f"{day!r} is neither a weekday nor a word like daily")
         if len(days) > 2 or _WEEKDAYS[days[0]] > _WEEKDAYS[days[-1]]:
             raise _WrongTime(f"the weekdays {part!r} are not FIRST..LAST, from Mon to Sun")
 
@@ -91,7 +91,7 @@ def _weekdays(word: str) -> None:
 def _date(word: str, now: datetime) -> None:
     found = _DATE.fullmatch(word)
     if not found:
-        raise _WrongTime(f"{word!r} is no date like *-*-01, and no time like 04:00")
+        raise _WrongTime(f"{word!r} is neither a date like *-*-01 nor a time like 04:00")
     year, month, mark, day = found.groups()
     years = _numbers("year", year or "*", 1970, _LAST_YEAR)
     months = _numbers("month", month, 1, 12)
@@ -109,7 +109,7 @@ def _date(word: str, now: datetime) -> None:
 def _time(word: str) -> None:
     parts = word.split(":")
     if len(parts) not in (2, 3):
-        raise _WrongTime(f"{word!r} is no time like 04:00 or 04:00:00")
+        raise _WrongTime(f"{word!r} is not a time like 04:00 or 04:00:00")
     for name, part, last in zip(("hour", "minute", "second"), parts, (23, 59, 59), strict=False):
         _numbers(name, part, 0, last)
 

@@ -133,5 +133,5 @@ def read_manifest(text: bytes, *, source: str) -> Manifest:
         return msgspec.json.decode(text, type=Manifest)
     except msgspec.MsgspecError as error:
         raise InvalidArgument(
-            f"{source} is no manifest of this release: {error}; render it again"
+            f"{source} is not a manifest of this release: {error}; render it again"
         ) from None

@@ -117,7 +117,7 @@ def read_kept(checkpoint: Path) -> KeptModel:
 def _own_name(name: str) -> str:
     """The name of a file in the checkpoint itself. Raises `ValueError`."""
     if Path(name).name != name:
-        raise ValueError(f"{name!r} is no file of the checkpoint")
+        raise ValueError(f"{name!r} is not a file of the checkpoint")
     return name
 
 

@@ -219,7 +219,7 @@ def _check(piece: TensorSlice, data: bytes, entry: TensorEntry, *, version: int)
     if odd or piece.offset_bytes + len(data) != end:
         raise DataLoss(
             f"weights {version}: {entry.name}: {len(data)} bytes at {piece.offset_bytes} "
-            "are no slice"
+            "are not a slice"
         )
     if xxh3_64_digest(data) != entry.digest(number):
         raise DataLoss(

@@ -43,7 +43,7 @@ def check_filter(wanted: pool_pb2.TrajectoryFilter) -> pool_pb2.TrajectoryFilter
         ]
         for name, value in bounds:
             if value != value:
-                raise InvalidArgument(f"filter.{name} is no number")
+                raise InvalidArgument(f"filter.{name} is not a number")
         if len(bounds) == 2 and bounds[0][1] > bounds[1][1]:
             raise InvalidArgument(
                 f"filter.{low} {bounds[0][1]:g} is above filter.{high} {bounds[1][1]:g}"

@@ -103,7 +103,7 @@ def snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
                 yield transaction, databases
         except lmdb.NotFoundError:
             raise ConfigError(
-                f"{directory} is no pool shard of schema version {SCHEMA_VERSION}: it lacks a "
+                f"{directory} is not a pool shard of schema version {SCHEMA_VERSION}: it lacks a "
                 "table; serve it once, which brings it there"
             ) from None
         except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:

@@ -93,7 +93,7 @@ def read_manifest(directory: Path) -> Manifest:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise ConfigError(
-            f"{directory} has no {MANIFEST}: it is no backup, or one of an earlier release"
+            f"{directory} has no {MANIFEST}: it is not a backup, or one of an earlier release"
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise DataLoss(f"{path} cannot be read: {error}") from None

@@ -119,8 +119,11 @@ def test_rotation_keeps_every_pair_of_hosts_connected(tmp_path: Path) -> None:
         (("rotate", "{tmp}/none"), "none/ca.pem: No such file or directory; name a directory of"),
         (("issue", "a", "--ca", "{tmp}/bad", "--out", "{tmp}/a"), "ca.pem has no PEM certificate"),
         (("issue", "a", "--ca", "{mixed}", "--out", "{tmp}/a"), "is the key of no certificate in"),
-        (("issue", "10.0.0.700", "--ca", "{ca}", "--out", "{tmp}/a"), "is no DNS name and no IP"),
-        (("issue", "a b", "--ca", "{ca}", "--out", "{tmp}/a"), "is no DNS name and no IP"),
+        (
+            ("issue", "10.0.0.700", "--ca", "{ca}", "--out", "{tmp}/a"),
+            "is neither a DNS name nor an IP",
+        ),
+        (("issue", "a b", "--ca", "{ca}", "--out", "{tmp}/a"), "is neither a DNS name nor an IP"),
         (("issue", "a", "--ca", "{ca}", "--out", "{tmp}/h"), "tls_cert.pem exists: use --replace"),
         (("issue", "a", "--ca", "{ca}", "--out", "{tmp}/file/a"), "Not a directory"),
     ],

@@ -89,7 +89,7 @@ def test_copy_of_another_shard_is_refused(directory, tmp_path):
     other = PoolStore(tmp_path / "other", shard="s0")
     other.close()
     delete_record(directory, Table.TURNS, turn_key(KEY, 0))
-    with pytest.raises(ConfigError, match="is no copy of this shard"):
+    with pytest.raises(ConfigError, match="is not a copy of this shard"):
         repair(directory, copy_in(tmp_path / "other"), quiet)
 
 

@@ -73,8 +73,8 @@ def test_tables_are_read_from_a_file_and_as_json(tmp_path: Path) -> None:
         ),
         ('{"top": 1}', "is not allowed: tables [shelves.NAME]"),
         ("[1]", "is not allowed: tables [shelves.NAME]"),
-        ("{", "shelves is no JSON object of tables"),
-        ('{"a":' * 5000, "shelves is no JSON object of tables"),
+        ("{", "shelves is not a JSON object of tables"),
+        ('{"a":' * 5000, "shelves is not a JSON object of tables"),
     ],
 )
 def test_wrong_field_of_a_table_is_named(text: str, message: str) -> None:

@@ -99,7 +99,7 @@ def test_damaged_copy_is_never_a_checkpoint(url: str, tmp_path: Path, damage: st
         state: dict[str, Any] = json.loads(copies._files.cat_file(f"{folder}/state.json"))
         state["files"]["../../out"] = 1
         copies._files.pipe_file(f"{folder}/state.json", json.dumps(state).encode())
-        with pytest.raises(Unavailable, match="no path in a checkpoint"):
+        with pytest.raises(Unavailable, match="not a path in a checkpoint"):
             copies.fetch_newer(other, lineage="l", after=0)
     assert newest_step(other) == (1 if damage == "short" else 0)
 

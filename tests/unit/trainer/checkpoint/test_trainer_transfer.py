@@ -191,7 +191,7 @@ def test_names_outside_of_the_checkpoint_are_refused(receiver: Path, name: str) 
     staging.begin()
     begin = pb.FetchCheckpointResponse()
     begin.begin.files.add(path=name, size_bytes=1)
-    with pytest.raises(DataLoss, match="no path in a checkpoint"):
+    with pytest.raises(DataLoss, match="not a path in a checkpoint"):
         staging.add(begin)
 
 

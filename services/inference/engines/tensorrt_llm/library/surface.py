@@ -201,7 +201,7 @@ def surface_for(installed: str) -> Surface:
     try:
         found = Version(installed)
     except InvalidVersion:
-        raise ConfigError(f"tensorrt_llm {installed!r} is no version") from None
+        raise ConfigError(f"tensorrt_llm {installed!r} is not a version") from None
     known = known_versions()
     fitting = [one for one in known if Version(one) <= found]
     if not fitting:

@@ -80,7 +80,7 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("hosts", "cluster.toml is no TOML: "),
+        ("hosts", "cluster.toml is not TOML: "),
         ("", "no host is named; add [hosts.NAME]"),
         ("clutser = 'a'\n" + HOST + SERVICES, "no key clutser; did you mean cluster?"),
         ("cluster = 7\n" + HOST + SERVICES, "cluster = 7 is not allowed"),

@@ -29,9 +29,9 @@ WRONG = {
     "*/2:00": "the hour '*/2' is not *, a number, A..B or A/STEP",
     "*:0/0": "the minute '0/0' has a step that leads nowhere",
     "*:50/20": "the minute '50/20' has a step that leads nowhere",
-    "*-*-* 04": "'04' is no time like 04:00 or 04:00:00",
-    "4": "'4' is no date like *-*-01, and no time like 04:00",
-    "hourly daily": "'hourly' is no weekday, and no word like daily",
+    "*-*-* 04": "'04' is not a time like 04:00 or 04:00:00",
+    "4": "'4' is neither a date like *-*-01 nor a time like 04:00",
+    "hourly daily": "'hourly' is neither a weekday nor a word like daily",
     "Sat..Mon 04:00": "the weekdays 'sat..mon' are not FIRST..LAST",
     "04:00 05:00": "'05:00' follows the time",
     "04:00 Europe/Forge": "'europe/forge' follows the time",
@@ -80,7 +80,7 @@ def test_form_that_systemd_alone_knows_needs_it(
 ) -> None:
     """On a computer without it the form is refused, with what is allowed."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "'mon-fri' is no weekday" in schedule_fault("Mon-Fri 04:00")
+    assert "'mon-fri' is neither a weekday" in schedule_fault("Mon-Fri 04:00")
 
 
 _NUMBER = st.integers(0, 61).map(str)

@@ -177,7 +177,7 @@ def test_clock_jumps_hide_no_closed_trajectory(tmp_path_factory, times, since):
     ("wanted", "complaint"),
     [
         ({"state": 9}, "filter.state 9 is unknown"),
-        ({"min_reward": math.nan}, "filter.min_reward is no number"),
+        ({"min_reward": math.nan}, "filter.min_reward is not a number"),
         ({"min_reward": 1, "max_reward": 0.5}, "min_reward 1 is above filter.max_reward 0.5"),
         ({"min_weight_version": 4, "max_weight_version": 3}, "min_weight_version 4 is above"),
         ({"closed_from_unix_s": 4, "closed_before_unix_s": 3}, "closed_from_unix_s 4 is above"),

@@ -224,7 +224,7 @@ def request(store_lineage: str, **fields: Any) -> pb.FetchRecordsRequest:
         (
             {"records": [pb.RecordKey(table="journal", key=b"x")]},
             InvalidArgument,
-            "'journal' is no table that replicas share",
+            "'journal' is not a table that replicas share",
         ),
     ],
 )
