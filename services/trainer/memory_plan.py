@@ -1,8 +1,9 @@
 """The memory of a rank, estimated before a run: weights, optimizer, activations, head.
 
 Owns the estimate and the search for a mesh that fits. It runs no step: the model is built of
-tensors without data, and the activations are those that autograd keeps of a forward of such
-tensors. Not estimated: what the allocator wastes, buffers of NCCL, and CUDA's own context.
+tensors without data, divided over parts like a real one, and the activations are those that
+autograd keeps of a forward of such tensors. Not estimated: what the allocator wastes, buffers of
+NCCL, and CUDA's own context.
 
     bytes of a rank = (weights 4 + gradient 4 + optimizer) / shards    of fp32 master weights
                     + gathered units                                   with several shards
@@ -12,19 +13,26 @@ tensors. Not estimated: what the allocator wastes, buffers of NCCL, and CUDA's o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from forge.rl import numerics
 from forge.rl.config import MeshShape, OptimizerName
+from forge.rl.model.capabilities import attention_channels, pair_cost, prefix_cost
 from forge.rl.model.head_logprobs import kept_elements, table_rows
-from forge.rl.parallel.sharding import layers_of
+from forge.rl.parallel.partition import largest_range
+from forge.rl.parallel.sharding import divide, layers_of, local
 
 GIB = 1 << 30
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.0, "muon": 4.0}
@@ -34,16 +42,24 @@ _PROBED_TOKENS = (64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Facts of a model that determine memory."""
+    """Facts of a model that determine memory, on one of its parts (`mesh.tp`)."""
 
+    parts: int
     weights: int
+    """Of the whole model."""
     layers: int
+    in_layers: int
+    """Weights of the layers that one part holds."""
     largest_layer: int
-    """Weights of the largest layer."""
+    """Weights of the largest layer that one part holds."""
     outside: int
     """Weights outside of layers: embedding, last norm, head; tied ones once."""
     vocabulary: int
     channels: int
+    pair_cost: float
+    """Work of a pair of tokens in attention, relative to that of a token."""
+    prefix_cost: float
+    """Memory of a token of another rank's range, relative to that of an own one."""
     activation_bytes: float
     """Bytes per token that autograd keeps of all layers, in the type of the passes."""
     exact: bool
@@ -89,36 +105,80 @@ class Estimate:
         return sum(parts)
 
 
-def size_of(config: Any, *, bfloat16: bool) -> ModelSize:
-    """The size of the model of a transformers configuration; takes no memory for its weights."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+def size_of(config: Any, *, bfloat16: bool, tp: int = 1) -> ModelSize:
+    """The size of one of `tp` parts of the model of a transformers configuration; takes no memory
+    for its weights. Raises `InvalidArgument` for a model that `tp` parts cannot divide."""
+    # The mesh first: it reads tensors of its own.
+    with _mesh_of(tp) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        weights = _count(model)
+        outside = weights - sum(_count(layer) for layer in layers_of(model))
         if bfloat16:
             numerics.patch(model)
+        if mesh is not None:
+            divide(model, mesh)
         layers = [_count(layer) for layer in layers_of(model)]
-        text = config.get_text_config(decoder=True)
         try:
-            few, more = (kept_bytes(model, tokens, bfloat16=bfloat16) for tokens in _PROBED_TOKENS)
+            with _EvenExperts(tp):
+                few, more = (kept_bytes(model, one, bfloat16=bfloat16) for one in _PROBED_TOKENS)
             per_token = (more - few) / (_PROBED_TOKENS[1] - _PROBED_TOKENS[0])
-            exact = True
         except Exception:  # experts choose tokens by their values, which do not exist here
-            per_token, exact = _rule_of_thumb(text, len(layers), bfloat16=bfloat16), False
-        weights = _count(model)
+            per_token = None
+    text = config.get_text_config(decoder=True)
+    rule = partial(_rule_of_thumb, text, len(layers), bfloat16=bfloat16, tp=tp)
     return ModelSize(
+        parts=tp,
         weights=weights,
         layers=len(layers),
+        in_layers=sum(layers),
         largest_layer=max(layers, default=0),
-        outside=weights - sum(layers),
+        outside=outside,
         vocabulary=text.vocab_size,
         channels=text.hidden_size,
-        activation_bytes=per_token,
-        exact=exact,
+        pair_cost=pair_cost(attention_channels(config)),
+        prefix_cost=prefix_cost(config),
+        activation_bytes=rule() if per_token is None else per_token,
+        exact=per_token is not None,
     )
+
+
+@contextmanager
+def _mesh_of(parts: int) -> Iterator[DeviceMesh | None]:
+    """A mesh of that many ranks that exists in this process alone, and exchanges nothing; None for
+    one."""
+    if parts == 1:
+        yield None
+        return
+    # Registers the backend; torch has no other module that does.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=parts)
+    try:
+        yield init_device_mesh("cpu", (parts,))
+    finally:
+        dist.destroy_process_group()
+
+
+class _EvenExperts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which each part has an equal share of the pairs of a token and an expert: which
+    entries of a mask are set is unknown where tensors have no data."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parts = parts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.nonzero.default and self._parts > 1:
+            count = args[0].numel() // self._parts
+            return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
+        return func(*args, **(kwargs or {}))
 
 
 def kept_bytes(model: Any, tokens: int, *, bfloat16: bool) -> int:
     """Bytes that autograd keeps of a forward of the model's layers, without its parameters."""
-    own = {one.untyped_storage()._cdata for one in model.parameters()}
+    own = {local(one).untyped_storage()._cdata for one in model.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -139,41 +199,51 @@ def kept_bytes(model: Any, tokens: int, *, bfloat16: bool) -> int:
 
 
 def estimate(size: ModelSize, run: Run) -> Estimate:
-    """The memory of one rank."""
-    shards, tokens = run.shape.shards, run.context / run.shape.cp
+    """The memory of one rank; `size` is that of one of the run's parts."""
+    assert all(one.parts == run.shape.tp for one in (size, *run.frozen))
+    shards, weights = run.shape.shards, _held(size, run.shape)
+    tokens, held = largest_range(
+        run.context, run.shape.cp, pair_cost=size.pair_cost, prefix_cost=size.prefix_cost
+    )
     narrow = 2.0 if run.bfloat16 else 4.0
     if shards > 1:
         # A layer, the next one, its gradient, and the sum's buffer; the other unit stays gathered.
         gathered = size.largest_layer * (3 * narrow + 4.0) + size.outside * 12.0
     else:
         gathered = (size.weights - size.outside) * narrow if run.bfloat16 else 0.0
-    states = int(tokens) * size.channels
+    states = tokens * size.channels
     rows = table_rows(states, (size.vocabulary, size.channels))
-    of_layers = size.activation_bytes * tokens
+    of_layers = size.activation_bytes * held
     if run.recompute:
         of_layers = of_layers / size.layers + 4.0 * states * size.layers
     return Estimate(
-        weights=4.0 * size.weights / shards,
-        gradients=4.0 * size.weights / shards,
-        optimizer=MOMENTS[run.optimizer] * size.weights / shards,
+        weights=4.0 * weights,
+        gradients=4.0 * weights,
+        optimizer=MOMENTS[run.optimizer] * weights,
         gathered=gathered,
         rounded=4.0 * size.outside / shards if run.bfloat16 else 0.0,
         activations=of_layers,
         head=4.0 * (kept_elements(states) + 2 * rows * size.vocabulary + states),
-        frozen=sum(_frozen_bytes(one, shards, narrow) for one in run.frozen),
+        frozen=sum(_frozen_bytes(one, run.shape, narrow) for one in run.frozen),
     )
 
 
-def _frozen_bytes(size: ModelSize, shards: int, narrow: float) -> float:
+def _held(size: ModelSize, shape: MeshShape) -> float:
+    """Weights that one rank holds: layers are sharded over the ranks of a part, the rest over all
+    ranks of a copy."""
+    return size.in_layers / (shape.shards // shape.tp) + size.outside / shape.shards
+
+
+def _frozen_bytes(size: ModelSize, shape: MeshShape, narrow: float) -> float:
     """A model without gradients: in its forward, a layer and the next one are gathered."""
-    gathered = size.largest_layer * 2 * narrow + size.outside * 4.0 if shards > 1 else 0.0
-    return 4.0 * size.weights / shards + gathered
+    units = size.largest_layer * 2 * narrow + size.outside * 4.0
+    return 4.0 * _held(size, shape) + (units if shape.shards > 1 else 0.0)
 
 
 def fitting(size: ModelSize, run: Run, *, device_bytes: float) -> Run | None:
     """The settings nearest to `run` that fit into a device with as many ranks; None if none do.
 
-    Shards first, then recomputed activations, then more ranks per tree.
+    `mesh.tp` stays. Shards first, then recomputed activations, then more ranks per tree.
     """
     return next(
         (one for one in _alternatives(run) if estimate(size, one).total <= device_bytes), None
@@ -181,25 +251,28 @@ def fitting(size: ModelSize, run: Run, *, device_bytes: float) -> Run | None:
 
 
 def _alternatives(run: Run) -> Iterator[Run]:
-    ranks = run.shape.ranks
+    tp = run.shape.tp
+    ranks = run.shape.ranks // tp
     yield run
     for cp in (one for one in range(1, ranks + 1) if ranks % one == 0):
         for recompute in (False, True):
             data = ranks // cp
             if data > 1 or ranks == 1:
-                yield replace(run, shape=MeshShape(dp_shard=data, cp=cp), recompute=recompute)
+                shape = MeshShape(dp_shard=data, cp=cp, tp=tp)
+                yield replace(run, shape=shape, recompute=recompute)
 
 
 def _count(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters())
+    return sum(local(one).numel() for one in module.parameters())
 
 
-def _rule_of_thumb(config: Any, layers: int, *, bfloat16: bool) -> float:
+def _rule_of_thumb(config: Any, layers: int, *, bfloat16: bool, tp: int) -> float:
     """Elements kept of a dense layer per token: 6 of its channels, 4 of its inner ones and 8 of
-    attention's; experts as many as a token is sent to."""
+    attention's; experts as many as a token is sent to. A part has a share of the latter two."""
     channels = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * channels
     if experts := getattr(config, "num_experts_per_tok", 0):
         inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
-    per_token: float = layers * (14 * channels + 4 * inner) * (3.0 if bfloat16 else 4.0)
+    kept = 6 * channels + (8 * channels + 4 * inner) / tp
+    per_token: float = layers * kept * (3.0 if bfloat16 else 4.0)
     return per_token

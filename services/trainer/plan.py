@@ -28,12 +28,14 @@ MOST_RANKS = 4096
 def plan(options: argparse.Namespace) -> str:
     """The lines to print. Raises `InvalidArgument` for a model or a mesh that does not exist."""
     bfloat16 = options.autocast == "bfloat16"
-    size = _size("--model", options.model, bfloat16=bfloat16)
+    size = _size("--model", options.model, bfloat16=bfloat16, tp=options.tp)
     others = {"--reference": options.reference, "--teacher": options.teacher}
     mesh = MeshSettings(
         dp_replicate=options.dp_replicate,
-        dp_shard=options.dp_shard or max(1, options.world // options.dp_replicate // options.cp),
+        dp_shard=options.dp_shard
+        or max(1, options.world // options.dp_replicate // options.cp // options.tp),
         cp=options.cp,
+        tp=options.tp,
     )
     run = Run(
         shape=mesh.shape(options.world),
@@ -41,7 +43,11 @@ def plan(options: argparse.Namespace) -> str:
         bfloat16=bfloat16,
         recompute=options.recompute_activations,
         optimizer=options.optimizer,
-        frozen=tuple(_size(name, path, bfloat16=bfloat16) for name, path in others.items() if path),
+        frozen=tuple(
+            _size(name, path, bfloat16=bfloat16, tp=options.tp)
+            for name, path in others.items()
+            if path
+        ),
     )
     device_bytes = options.device_gib * GIB
     found = estimate(size, run)
@@ -56,12 +62,12 @@ def plan(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _size(option: str, path: Path, *, bfloat16: bool) -> ModelSize:
+def _size(option: str, path: Path, *, bfloat16: bool, tp: int) -> ModelSize:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{option} {path}: {error}") from error
-    return size_of(config, bfloat16=bfloat16)
+    return size_of(config, bfloat16=bfloat16, tp=tp)
 
 
 def _of_model(size: ModelSize) -> str:
@@ -76,7 +82,8 @@ def _table(found: Estimate, run: Run) -> list[str]:
     shape = run.shape
     title = (
         f"GiB of a rank (mesh.dp_replicate = {shape.dp_replicate}, mesh.dp_shard = "
-        f"{shape.dp_shard}, mesh.cp = {shape.cp}, {run.context} tokens in a pass)"
+        f"{shape.dp_shard}, mesh.cp = {shape.cp}, mesh.tp = {shape.tp}, {run.context} tokens in a "
+        "pass)"
     )
     rows = [(name, getattr(found, name)) for name in Estimate.__dataclass_fields__]
     rows.append(("total", found.total))
@@ -86,17 +93,22 @@ def _table(found: Estimate, run: Run) -> list[str]:
 def _remedy(size: ModelSize, run: Run, device_bytes: float) -> str:
     ranks = run.shape.ranks
     while ranks <= MOST_RANKS:
-        wider = replace(run, shape=MeshSettings(dp_shard=ranks).shape(ranks))
+        tp = run.shape.tp
+        wider = replace(run, shape=MeshSettings(dp_shard=ranks // tp, tp=tp).shape(ranks))
         other = fitting(size, wider, device_bytes=device_bytes)
         if other is not None:
             total = estimate(size, other).total / GIB
             recompute = ", recompute_activations = true" if other.recompute else ""
             return (
                 f"change: {ranks} ranks, mesh.dp_shard = {other.shape.dp_shard}, "
-                f"mesh.cp = {other.shape.cp}{recompute}: {total:.1f} GiB"
+                f"mesh.cp = {other.shape.cp}{_parts(tp)}{recompute}: {total:.1f} GiB"
             )
         ranks *= 2
     return f"change: a shorter context or LoRA; no mesh of up to {MOST_RANKS} ranks fits"
+
+
+def _parts(tp: int) -> str:
+    return f", mesh.tp = {tp}" if tp > 1 else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dp-replicate", type=int, default=1, help="copies of the model")
     add("--dp-shard", type=int, default=0, help="data groups of a copy; 0: the remaining ranks")
     add("--cp", type=int, default=1, help="ranks that compute each tree together")
+    add("--tp", type=int, default=1, help="ranks that compute every token together")
     add("--autocast", choices=("none", "bfloat16"), default="bfloat16", help="type of the backbone")
     add("--recompute-activations", action="store_true", help="as trainer.recompute_activations")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")

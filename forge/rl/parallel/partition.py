@@ -31,10 +31,8 @@ def rank_spans(
     largest work is least; if there are none, the ranges whose largest memory is least.
     `prefix_cost` is the memory of a prefix token relative to an own token.
     """
-    work_L = 1 + pair_cost * (layout.positions_L + 1).double()
-    total = work_L.cumsum(0)
-    shares = total[-1] * torch.arange(1, ranks, dtype=torch.double) / ranks
-    cuts = [0, *torch.searchsorted(total, shares).tolist(), len(total)]
+    total = _cumulative_work(layout.positions_L, pair_cost)
+    cuts = _equal_cuts(total, ranks)
     held = [held_tokens(layout, span, prefix_cost=prefix_cost) for span in _spans(cuts)]
     if not budget or max(held) <= budget:
         return _spans(cuts)
@@ -51,6 +49,27 @@ def rank_spans(
         low, high, best = (middle, high, best) if found is None else (low, middle, found)
     assert best is not None
     return _spans(best)
+
+
+def largest_range(
+    tokens: int, ranks: int, *, pair_cost: float, prefix_cost: float
+) -> tuple[int, float]:
+    """Tokens of the largest range of one sequence, and most tokens that a rank holds of it, as
+    `held_tokens` counts them. Of all trees with as many tokens its ranges differ most."""
+    cuts = _equal_cuts(_cumulative_work(torch.arange(tokens), pair_cost), ranks)
+    spans = _spans(cuts)
+    own = max(end - start for start, end in spans)
+    return own, max(end - start + prefix_cost * start for start, end in spans)
+
+
+def _cumulative_work(positions_L: Tensor, pair_cost: float) -> Tensor:
+    work_L = 1 + pair_cost * (positions_L + 1).double()
+    return work_L.cumsum(0)
+
+
+def _equal_cuts(total: Tensor, ranks: int) -> list[int]:
+    shares = total[-1] * torch.arange(1, ranks, dtype=torch.double) / ranks
+    return [0, *torch.searchsorted(total, shares).tolist(), len(total)]
 
 
 def held_tokens(layout: TreeLayout, span: Span, *, prefix_cost: float) -> float:

@@ -4,71 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from random import Random
-from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3MoeConfig
 
-from forge.rl.config import LearnerConfig, MeshShape, ObjectiveConfig
-from forge.rl.learner.learner import Learner
-from forge.rl.model.policy import TreePolicy
-from forge.rl.out_of_memory import recompute_activations
+from forge.rl.config import MeshShape
+from forge.rl.parallel.world import World
 from services.trainer import plan
 from services.trainer.memory_plan import Run, estimate, fitting, size_of
-from tests.support.rl.models import make_sample
-
-TOKENS = 768
-SHAPE: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-
-
-def peak_bytes(step: Any) -> int:
-    """Largest sum of live allocations during a call, beyond those before it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step()
-    now = peak = 0
-    events = profile.profiler.kineto_results.events()
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
+from tests.support.trainer.memory import SHAPE, TOKENS, measured_bytes
 
 
 @pytest.mark.parametrize(("recompute", "frozen"), [(False, 0), (True, 0), (True, 2)])
 def test_estimate_is_close_to_the_measured_peak(recompute: bool, frozen: int) -> None:
     """Of a whole step, in float32, with and without a reference and a teacher: between the peak and
     a third more."""
-    config = Qwen3Config(**SHAPE)
-    model: Any = Qwen3ForCausalLM(config).eval()
-    if recompute:
-        recompute_activations(model)
-    coef = 0.1 if frozen else 0.0
-    learner = Learner(
-        TreePolicy(model),
-        LearnerConfig(
-            token_budget=TOKENS, objective=ObjectiveConfig(kl_coef=coef, teacher_coef=coef)
-        ),
-        reference=frozen_policy(config) if frozen else None,
-        teacher=frozen_policy(config) if frozen else None,
-    )
-    rng = Random(0)
-    sample = make_sample([rng.randrange(1024) for _ in range(TOKENS)], (1, TOKENS), rng=rng)
-    batch = learner.plan([sample])
-    learner.step(batch, weight_version=1)  # allocates the moments
-    second = peak_bytes(lambda: learner.step(batch, weight_version=1))
-    weights = sum(one.numel() * 4 for one in model.parameters())
-    size = size_of(config, bfloat16=False)
+    measured = measured_bytes(World(), recompute=recompute, frozen=frozen)
+    size = size_of(Qwen3Config(**SHAPE), bfloat16=False)
     run = Run(
         shape=MeshShape(),
         context=TOKENS,
@@ -77,27 +29,41 @@ def test_estimate_is_close_to_the_measured_peak(recompute: bool, frozen: int) ->
         frozen=(size,) * frozen,
     )
     found = estimate(size, run)
-    assert found.weights == weights
-    # Weights, moments and frozen models; the step allocates the rest.
-    measured = (3 + frozen) * weights + second
     print(f"measured {measured}, estimated {found.total:.0f}")
     assert measured <= found.total <= measured * 1.33
 
 
-def frozen_policy(config: Qwen3Config) -> TreePolicy:
-    return TreePolicy(Qwen3ForCausalLM(config).eval().requires_grad_(False))
-
-
 def test_shards_divide_what_they_hold() -> None:
-    """Weights, gradients and optimizer fall with dp_shard times cp, activations with cp."""
+    """Weights, gradients and optimizer fall with dp_shard times cp, activations with cp: the first
+    range of a sequence, which attends least, has the most tokens."""
     size = size_of(Qwen3Config(**SHAPE), bfloat16=True)
     one = estimate(size, Run(shape=MeshShape(), context=4096))
     four = estimate(size, Run(shape=MeshShape(dp_shard=2, cp=2), context=4096))
     assert four.weights == one.weights / 4 and four.optimizer == one.optimizer / 4
-    assert four.activations == one.activations / 2
+    assert one.activations / 2 < four.activations < one.activations * 0.75
     shape = MeshShape(dp_shard=2, cp=2)
     teacher = estimate(size, Run(shape=shape, context=4096, frozen=(size,)))
     assert teacher.total - four.total == teacher.frozen > four.weights
+
+
+def test_parts_divide_layers_and_their_activations() -> None:
+    """Weights of layers, what a layer gathers, and activations of heads and inner channels fall
+    with tp; norms, and the inputs of layers and products, are whole on each part."""
+    shape = MeshShape(dp_shard=2, tp=2)
+    for config in (Qwen3Config(**SHAPE), Qwen3MoeConfig(**SHAPE, num_experts=8)):
+        whole, part = size_of(config, bfloat16=True), size_of(config, bfloat16=True, tp=2)
+        assert part.weights == whole.weights and part.outside == whole.outside
+        assert whole.in_layers / 2 < part.in_layers < whole.in_layers * 0.52
+        assert whole.activation_bytes / 2 < part.activation_bytes < whole.activation_bytes * 0.75
+        one = estimate(whole, Run(shape=MeshShape(dp_shard=2), context=4096))
+        two = estimate(part, Run(shape=shape, context=4096))
+        assert one.weights / 2 < two.weights < one.weights * 0.52
+        assert two.optimizer == 2 * two.weights and two.gathered < one.gathered
+    few = size_of(Qwen3MoeConfig(**SHAPE, num_experts=7), bfloat16=True, tp=2)
+    assert (
+        few.in_layers
+        > 0.8 * size_of(Qwen3MoeConfig(**SHAPE, num_experts=7), bfloat16=True).in_layers
+    )
 
 
 def test_nearest_settings_that_fit_are_found() -> None:
@@ -127,5 +93,9 @@ def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--reference" in capsys.readouterr().err
     assert plan.main([*arguments, "0.2"]) == 0
     assert "change: 2 ranks, mesh.dp_shard = 2" in capsys.readouterr().out
+    assert plan.main([*arguments, "4", "--tp", "2"]) == 0
+    assert "mesh.dp_shard = 1, mesh.cp = 1, mesh.tp = 2" in capsys.readouterr().out
+    assert plan.main([*arguments[:2], "--world", "3", *arguments[4:], "4", "--tp", "3"]) == 2
+    assert "mesh.tp = 3 is not allowed for Qwen3ForCausalLM: num_" in capsys.readouterr().err
     assert plan.main([*arguments, "4", "--dp-shard", "3"]) == 2
     assert "mesh.dp_shard = 3" in capsys.readouterr().err

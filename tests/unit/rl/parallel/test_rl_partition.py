@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import plan_batch
-from forge.rl.parallel.partition import held_tokens, rank_spans
+from forge.rl.parallel.partition import held_tokens, largest_range, rank_spans
 from forge.rl.tree.parts import TreeLayout
 from tests.support.rl.forests import KINDS, forest, random_forest
 from tests.support.rl.models import make_sample
@@ -51,6 +51,12 @@ def test_ranks_of_a_long_chain_have_equal_work_not_equal_tokens() -> None:
     assert shares == pytest.approx([0.25] * 4, abs=1e-3)
     tokens = [end - start for start, end in spans]
     assert tokens == sorted(tokens, reverse=True) and tokens[0] > 1.5 * 1000
+    for prefix_cost in (0.0, 1.0):
+        held = [held_tokens(layout, span, prefix_cost=prefix_cost) for span in spans]
+        assert largest_range(4000, 4, pair_cost=pair_cost, prefix_cost=prefix_cost) == (
+            tokens[0],
+            max(held),
+        )
 
 
 def test_ranks_of_a_long_chain_hold_no_more_than_the_budget() -> None:

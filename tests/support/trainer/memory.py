@@ -1,0 +1,84 @@
+"""The memory of a step of a small model, measured, for comparison with an estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from forge.rl.config import LearnerConfig, ObjectiveConfig
+from forge.rl.learner.learner import Learner
+from forge.rl.model.policy import TreePolicy
+from forge.rl.out_of_memory import recompute_activations
+from forge.rl.parallel.sharding import local
+from forge.rl.parallel.world import World
+from tests.support.rl.models import make_sample
+from tests.support.rl.worlds import planned
+
+TOKENS = 768
+"""Of each sample, and so of each pass."""
+PASSES = 2
+"""Of each data group: the second one has the gradient of the first beside it."""
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Largest sum of live allocations during a call, beyond those before it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    now = peak = 0
+    events: Any = profile.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def measured_bytes(world: World, *, recompute: bool = False, frozen: int = 0) -> int:
+    """Of this rank at the peak of a whole step, in float32, with two `frozen` models of the same
+    size beside the policy: a reference and a teacher."""
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
+    if recompute:
+        recompute_activations(model)
+    coef = 0.1 if frozen else 0.0
+    policies = [TreePolicy(model), *(_frozen() for _ in range(frozen))]
+    for policy in policies:
+        policy.spread(world)
+    learner = Learner(
+        policies[0],
+        LearnerConfig(
+            token_budget=TOKENS, objective=ObjectiveConfig(kl_coef=coef, teacher_coef=coef)
+        ),
+        reference=policies[1] if frozen else None,
+        teacher=policies[2] if frozen else None,
+    )
+    rng = Random(0)
+    batch = planned(
+        learner,
+        [
+            make_sample([rng.randrange(1024) for _ in range(TOKENS)], (1, TOKENS), rng=rng)
+            for _ in range(PASSES * world.shape.data_groups)
+        ],
+    )
+    learner.step(batch, weight_version=1)  # allocates the moments
+    peak = peak_bytes(lambda: learner.step(batch, weight_version=1))
+    weights = sum(local(one).numel() * 4 for one in model.parameters())
+    # Weights, moments and frozen models; the step allocates the rest.
+    return (3 + frozen) * weights + peak
+
+
+def _frozen() -> TreePolicy:
+    return TreePolicy(Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval().requires_grad_(False))
