@@ -114,12 +114,10 @@ class TreePolicy:
         """Compute as one of the ranks of `world`, which have equal parameters; shard these if the
         world does. Raises like `sharding.shard`, which explains `narrow`."""
         self.world, self.group = world, world.tree
-        if world.parts is not None:
-            reason = self.undividable or ("its layers are recurrent" if self._forked else "")
-            if reason:
-                raise InvalidArgument(
-                    f"mesh.tp = {world.shape.tp} is not allowed for {self.family}: {reason}"
-                )
+        if world.parts is not None and (reason := self.undividable):
+            raise InvalidArgument(
+                f"mesh.tp = {world.shape.tp} is not allowed for {self.family}: {reason}"
+            )
         if world.meshes is not None:
             shard(self._entry, world, narrow=narrow)
 

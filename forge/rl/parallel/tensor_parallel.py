@@ -20,6 +20,7 @@ Shapes: T tokens, K experts per token, P pairs of a token and an expert of this 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge.core.errors import InvalidArgument
+from forge.rl.model.forked_states import is_recurrent
 from forge.rl.numerics import with_parameters
 from forge.rl.parallel.tensor_exchange import (
     entered,
@@ -136,6 +138,8 @@ class Division:
         return {name: style for name, style in rules.items() if style is not None}
 
     def _check(self) -> None:
+        if any(map(is_recurrent, self._modules.values())):
+            self._refuse("its layers are recurrent; use mesh.dp_shard and mesh.cp")
         if not self._rules and not self._experts:
             self._refuse("transformers has no tensor-parallel plan for its layers")
         config = self._model.config.get_text_config(decoder=True)
@@ -143,7 +147,7 @@ class Division:
             for field in ("num_attention_heads", "num_key_value_heads"):
                 heads = getattr(config, field, None) or 0
                 if heads % self._ranks:
-                    self._refuse(f"{field} = {heads} is not a multiple of it")
+                    self._refuse(f"{field} = {heads} is not a multiple of it; {self._fewer(heads)}")
         for name, style in self._rules.items():
             if style not in _FORWARDS:
                 self._refuse(f"its plan has {style} for {name}, which is not built")
@@ -154,8 +158,9 @@ class Division:
                 self._refuse(f"{name} is a {type(module).__name__}, not a plain linear layer")
             field = "out_features" if style in COLUMNS else "in_features"
             if getattr(module, field) % self._ranks:
+                count = getattr(module, field)
                 self._refuse(
-                    f"{field} = {getattr(module, field)} of {name} is not a multiple of it"
+                    f"{field} = {count} of {name} is not a multiple of it; {self._fewer(count)}"
                 )
         self._check_outside()
 
@@ -168,6 +173,11 @@ class Division:
         for name, one in self._model.named_parameters():
             if id(one) not in inside:
                 self._refuse(f"{name} is outside of its layers, embedding, last norm and head")
+
+    def _fewer(self, count: int) -> str:
+        """What to set where `count` is not divisible."""
+        parts = math.gcd(count, self._ranks)
+        return f"use mesh.tp = {parts}" if parts > 1 else "use mesh.dp_shard and mesh.cp"
 
     def _refuse(self, because: str) -> None:
         family = type(self._model).__name__

@@ -85,29 +85,30 @@ def other_model(dtype: torch.dtype) -> Any:
     return model.to(dtype).requires_grad_(False)
 
 
-def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False) -> Any:
+def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False, kv_heads: int = 2) -> Any:
     """Two layers, grouped-query attention, an untied or a tied head. Heads of a `wide` model are
     large enough for FlexAttention."""
     torch.manual_seed(0)
+    shape = SHAPE | {"num_key_value_heads": kv_heads}
     size, window = (32, WIDE_WINDOW) if wide else (8, WINDOW)
     heads = {"head_dim": size} if wide else {}
     match family:
         case "qwen3":
-            model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=size))
+            model: Any = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=size))
         case "llama":
-            model = LlamaForCausalLM(LlamaConfig(**SHAPE, **heads, tie_word_embeddings=True))
+            model = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=True))
         case "qwen3_moe":
-            moe = Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=size, num_experts=4)
+            moe = Qwen3MoeConfig(**shape, **EXPERTS, head_dim=size, num_experts=4)
             model = Qwen3MoeForCausalLM(moe)
         case "mixtral":
-            model = MixtralForCausalLM(MixtralConfig(**SHAPE, **heads, num_local_experts=4))
+            model = MixtralForCausalLM(MixtralConfig(**shape, **heads, num_local_experts=4))
         case "mistral":  # every layer sees a window
-            mistral = MistralConfig(**SHAPE, **heads, sliding_window=window)
+            mistral = MistralConfig(**shape, **heads, sliding_window=window)
             model = MistralForCausalLM(mistral)
         case "gemma3":  # one layer sees a window, one everything
             layers = ["sliding_attention", "full_attention"]
             gemma = Gemma3TextConfig(
-                **SHAPE,
+                **shape,
                 head_dim=size,
                 sliding_window=window,
                 layer_types=layers,
@@ -118,13 +119,13 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False) -> Any:
             layers = ["sliding_attention", "full_attention"]
             caps = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9}
             gemma2 = Gemma2Config(
-                **SHAPE, **caps, head_dim=size, sliding_window=window, layer_types=layers
+                **shape, **caps, head_dim=size, sliding_window=window, layer_types=layers
             )
             model = Gemma2ForCausalLM(gemma2)
         case "gpt_oss":  # sinks, windows, experts
             layers = ["sliding_attention", "full_attention"]
             gpt = GptOssConfig(
-                **SHAPE,
+                **shape,
                 head_dim=size,
                 sliding_window=window,
                 layer_types=layers,
@@ -139,15 +140,15 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False) -> Any:
             groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
             model = DeepseekV3ForCausalLM(
                 DeepseekV3Config(
-                    **{**SHAPE, **EXPERTS, **latent, **parts, **groups, "num_key_value_heads": 4},
+                    **{**shape, **EXPERTS, **latent, **parts, **groups, "num_key_value_heads": 4},
                     first_k_dense_replace=1,
                 )
             )
         case "glm4_moe_lite" | "phi3" | "mamba":
-            model = _further_model(family)
+            model = _further_model(family, shape)
         case "falcon_h1":  # attention beside Mamba 2 in each layer
             falcon = FalconH1Config(
-                **SHAPE,
+                **shape,
                 **heads,
                 mamba_d_ssm=16,
                 mamba_n_heads=4,
@@ -160,7 +161,7 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False) -> Any:
         case _:
             assert family == "qwen3_next"  # linear attention beside full, and experts
             hybrid = Qwen3NextConfig(
-                **SHAPE,
+                **shape,
                 **EXPERTS,
                 head_dim=size,
                 num_experts=4,
@@ -181,7 +182,7 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False) -> Any:
     return model
 
 
-def _further_model(family: str) -> Any:
+def _further_model(family: str, shape: dict[str, Any]) -> Any:
     """A state instead of attention, or a tensor-parallel plan with styles of its own: for joined
     products, and for latent keys."""
     if family == "mamba":
@@ -190,11 +191,11 @@ def _further_model(family: str) -> Any:
         )
     if family == "phi3":
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-        return Phi3ForCausalLM(Phi3Config(**SHAPE, **ids))
+        return Phi3ForCausalLM(Phi3Config(**shape, **ids))
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 6, "num_key_value_heads": 4}
     parts = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "n_routed_experts": 4}
     return Glm4MoeLiteForCausalLM(
-        Glm4MoeLiteConfig(**{**SHAPE, **EXPERTS, **latent, **parts}, pad_token_id=None)
+        Glm4MoeLiteConfig(**{**shape, **EXPERTS, **latent, **parts}, pad_token_id=None)
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from forge.rl.parallel.world import World, make_world
 from tests.support.rl import worlds
 from tests.support.rl.models import wide_norms
 from tests.support.rl.worlds import STEPS, Case, gradient_error, policy_of
+from tests.support.trainer.memory import measured_bytes
 
 MESHES = {
     2: ["1x1x1x2"],
@@ -48,11 +50,12 @@ REFUSED = {
     "linear attention": ("linear attention", "recurrent"),
 }
 """Cases of `worlds`, and what the refusal says."""
+FEW_HEADS = ("untied", "num_key_value_heads = 2 is not a multiple of it; use mesh.tp = 2")
+"""The same for four parts."""
 
 
-def refusal_error(case: str, world: World) -> float:
+def refusal_error(name: str, reason: str, world: World) -> float:
     """0 where the model is refused with the reason."""
-    name, reason = REFUSED[case]
     try:
         policy_of(worlds.CASES[name], world)
     except InvalidArgument as error:
@@ -73,17 +76,31 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
                     error = worlds.step_error(config, world, dtype=torch.float64)
                     found[f"{mesh} steps, {name}"] = error
             found[f"{mesh} fp16 token values"] = worlds.token_values_error(world)
-    found[f"{mesh} held"] = worlds.held(world)
-    found[f"{mesh} held of experts"] = worlds.held(world, "experts")
+    found[f"{mesh} held"] = worlds.held(world, CASES["untied"])
+    found[f"{mesh} held of experts"] = worlds.held(world, CASES["experts"])
     if lean:
         return found
     found[f"{mesh} fp32 step, served"] = worlds.step_error(LearnerConfig(), world, served=True)
     if world.tree is None:  # ranges of a tree round attention differently
         found[f"{mesh} bf16 step, gathered in bf16"] = worlds.narrow_error(world)
     found[f"{mesh} fp32 refused optimizer"] = worlds.refusal_error(world)
-    for refused in REFUSED:
-        found[f"{mesh} fp32 refused {refused}"] = refusal_error(refused, world)
+    for refused, (name, reason) in REFUSED.items():
+        found[f"{mesh} fp32 refused {refused}"] = refusal_error(name, reason, world)
     found[f"{mesh} fp32 probe"] = worlds.probe_error(world)
+    for kind, recompute in {"kept": False, "recomputed": True}.items():
+        found[f"{mesh} bytes, {kind}"] = measured_bytes(world, recompute=recompute)
+    return found
+
+
+def cases_of_four(mesh: str, world: World) -> dict[str, float]:
+    """The cases of four parts: models with a key-value head for each, and one with too few."""
+    found = {}
+    with wide_norms():
+        for name, case in CASES.items():
+            of_four = replace(case, kv_heads=world.shape.tp)
+            found[f"{mesh} fp64 {name}"] = gradient_error(of_four, world)
+    found[f"{mesh} fp64 refused few heads"] = refusal_error(*FEW_HEADS, world)
+    found[f"{mesh} held"] = worlds.held(world, replace(CASES["untied"], kv_heads=world.shape.tp))
     return found
 
 
@@ -107,7 +124,8 @@ def main() -> None:
     for mesh in sys.argv[1:] or MESHES[ranks]:
         replicate, shard, cp, tp = map(int, mesh.split("x"))
         shape = MeshShape(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
-        found |= all_cases(mesh, make_world(shape, torch.device("cpu")), lean=False)
+        world = make_world(shape, torch.device("cpu"))
+        found |= all_cases(mesh, world, lean=False) if tp == PARTS else cases_of_four(mesh, world)
     if not dist.get_rank():
         print(json.dumps(found))
     dist.destroy_process_group()

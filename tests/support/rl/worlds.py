@@ -73,6 +73,7 @@ class Case:
     checkpointed: bool = False
     replayed: bool = False
     """With recorded experts; those of two samples differ."""
+    kv_heads: int = 2
 
 
 CASES = {
@@ -102,7 +103,7 @@ def samples() -> list[Sample]:
 
 
 def model_of(case: Case) -> Any:
-    model = tiny_model(case.family, torch.float64)
+    model = tiny_model(case.family, torch.float64, kv_heads=case.kv_heads)
     if case.lora:
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -311,9 +312,9 @@ def token_values_error(world: World) -> float:
     return values_error(model_of(CASES["untied"]), batch, result.token_values, cap=CAP)
 
 
-def held(world: World, case: str = "untied") -> int:
+def held(world: World, case: Case) -> int:
     """Elements of the parameters that this rank holds."""
-    policy = policy_of(CASES[case], world)
+    policy = policy_of(case, world)
     return sum(local(one).numel() for one in policy.model.parameters())
 
 
@@ -343,7 +344,7 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
             found[f"{mesh} fp32 step, gathered in bf16"] = narrow_error(world)
         found[f"{mesh} fp32 refusal"] = refusal_error(world)
         found[f"{mesh} fp32 probe"] = probe_error(world)
-    found[f"{mesh} held"] = held(world)
+    found[f"{mesh} held"] = held(world, CASES["untied"])
     return found
 
 

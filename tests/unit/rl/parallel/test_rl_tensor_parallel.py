@@ -54,11 +54,12 @@ def with_style(name: str, style: str) -> Any:
 @pytest.mark.parametrize(
     ("model", "ranks", "reason"),
     [
-        (llama(), 4, "num_key_value_heads = 2 is not a multiple of it"),
-        (llama(), 3, "num_attention_heads = 4 is not a multiple of it"),
+        (llama(), 4, "num_key_value_heads = 2 is not a multiple of it; use mesh.tp = 2"),
+        (llama(), 3, "num_attention_heads = 4 is not a multiple of it; use mesh.dp_shard and"),
         (llama(intermediate_size=25), 2, "out_features = 25 of model.layers.0.mlp.gate_proj"),
         (packed(), 2, "model.layers.1.mlp.up_proj is a Packed, not a plain linear layer"),
         (with_further_embedding(), 2, "model.further.weight is outside of its layers"),
+        (tiny_model("falcon_h1", torch.float32), 2, "its layers are recurrent; use mesh.dp_shard"),
         (without_plan(), 2, "transformers has no tensor-parallel plan for its layers"),
         (tiny_model("mamba", torch.float32), 2, "transformers has no tensor-parallel plan"),
         (
