@@ -27,9 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from forge.core.errors import InvalidArgument
 from forge.rl import numerics
 from forge.rl.config import MeshShape, OptimizerName
 from forge.rl.model.capabilities import attention_channels, pair_cost, prefix_cost
+from forge.rl.model.forked_states import NO_PARTS, is_recurrent
 from forge.rl.model.head_logprobs import kept_elements, table_rows
 from forge.rl.parallel.partition import largest_range
 from forge.rl.parallel.sharding import divide, layers_of, local
@@ -115,6 +117,10 @@ def size_of(config: Any, *, bfloat16: bool, tp: int = 1) -> ModelSize:
         outside = weights - sum(_count(layer) for layer in layers_of(model))
         if bfloat16:
             numerics.patch(model)
+        if mesh is not None and any(map(is_recurrent, model.modules())):
+            raise InvalidArgument(
+                f"mesh.tp = {tp} is not allowed for {type(model).__name__}: {NO_PARTS}"
+            )
         if mesh is not None:
             divide(model, mesh)
         layers = [_count(layer) for layer in layers_of(model)]

@@ -28,6 +28,8 @@ from forge.rl.tree.parts import TreePart
 
 CACHE_NAMES = ("cache_params", "past_key_values")
 """Names of the cache in the forward of recurrent layers."""
+NO_PARTS = "its layers are recurrent; use mesh.dp_shard and mesh.cp"
+"""Why ranks cannot divide such layers."""
 PENDING = ("pending", 0)
 """In a state: inputs of the layer that are still to be computed, [1, tokens, C]."""
 

@@ -35,7 +35,7 @@ from forge.rl.model.capabilities import (
     weight_of,
 )
 from forge.rl.model.capabilities import attention_channels as attention_channels
-from forge.rl.model.forked_states import fork_states, tree_input
+from forge.rl.model.forked_states import NO_PARTS, fork_states, tree_input
 from forge.rl.model.head_logprobs import distributions, edge_columns
 from forge.rl.model.replay import Replay, start_replay
 from forge.rl.model.shared_rows import shared_columns
@@ -114,10 +114,12 @@ class TreePolicy:
         """Compute as one of the ranks of `world`, which have equal parameters; shard these if the
         world does. Raises like `sharding.shard`, which explains `narrow`."""
         self.world, self.group = world, world.tree
-        if world.parts is not None and (reason := self.undividable):
-            raise InvalidArgument(
-                f"mesh.tp = {world.shape.tp} is not allowed for {self.family}: {reason}"
-            )
+        if world.parts is not None:
+            reason = self.undividable or (NO_PARTS if self._forked else "")
+            if reason:
+                raise InvalidArgument(
+                    f"mesh.tp = {world.shape.tp} is not allowed for {self.family}: {reason}"
+                )
         if world.meshes is not None:
             shard(self._entry, world, narrow=narrow)
 

@@ -36,7 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge.core.errors import InvalidArgument
-from forge.rl.model.forked_states import is_recurrent
 from forge.rl.numerics import with_parameters
 from forge.rl.parallel.tensor_exchange import (
     entered,
@@ -138,8 +137,6 @@ class Division:
         return {name: style for name, style in rules.items() if style is not None}
 
     def _check(self) -> None:
-        if any(map(is_recurrent, self._modules.values())):
-            self._refuse("its layers are recurrent; use mesh.dp_shard and mesh.cp")
         if not self._rules and not self._experts:
             self._refuse("transformers has no tensor-parallel plan for its layers")
         config = self._model.config.get_text_config(decoder=True)

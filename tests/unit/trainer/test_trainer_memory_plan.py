@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from forge.core.errors import InvalidArgument
 from forge.rl.config import MeshShape
 from forge.rl.parallel.world import World
 from services.trainer import plan
 from services.trainer.memory_plan import Run, estimate, fitting, size_of
+from tests.support.rl.models import tiny_model
 from tests.support.trainer.memory import SHAPE, TOKENS, measured_bytes
 
 
@@ -64,6 +67,13 @@ def test_parts_divide_layers_and_their_activations() -> None:
         few.in_layers
         > 0.8 * size_of(Qwen3MoeConfig(**SHAPE, num_experts=7), bfloat16=True).in_layers
     )
+
+
+def test_parts_of_recurrent_layers_are_refused() -> None:
+    """As the trainer refuses them, with what to set."""
+    config = tiny_model("falcon_h1", torch.float32).config
+    with pytest.raises(InvalidArgument, match=r"mesh.tp = 2 .* recurrent; use mesh.dp_shard"):
+        size_of(config, bfloat16=False, tp=2)
 
 
 def test_nearest_settings_that_fit_are_found() -> None:

@@ -59,7 +59,6 @@ def with_style(name: str, style: str) -> Any:
         (llama(intermediate_size=25), 2, "out_features = 25 of model.layers.0.mlp.gate_proj"),
         (packed(), 2, "model.layers.1.mlp.up_proj is a Packed, not a plain linear layer"),
         (with_further_embedding(), 2, "model.further.weight is outside of its layers"),
-        (tiny_model("falcon_h1", torch.float32), 2, "its layers are recurrent; use mesh.dp_shard"),
         (without_plan(), 2, "transformers has no tensor-parallel plan for its layers"),
         (tiny_model("mamba", torch.float32), 2, "transformers has no tensor-parallel plan"),
         (
