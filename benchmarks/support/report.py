@@ -25,8 +25,14 @@ def show(title: str, numbers: Mapping[str, float]) -> None:
     table.add_column("what")
     table.add_column("value", justify="right")
     for name, value in numbers.items():
-        table.add_row(name, f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}")
+        table.add_row(name, _written(value))
     Console().print(table)
+
+
+def _written(value: float) -> str:
+    if 0 < abs(value) < 0.01:
+        return f"{value:.2e}"
+    return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def keep(numbers: Mapping[str, float], path: Path | None) -> None:
