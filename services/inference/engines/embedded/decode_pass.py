@@ -56,7 +56,7 @@ class SlabPass:
         for sequence, draft in zip(sequences, drafts, strict=True):
             ids += (sequence.sampled[-1], *draft.ids)
         ids_N = torch.tensor(ids, device=self._policy.device)
-        recurrent = [self._states.batch(sequences)] if self._states is not None else []
+        recurrent = self._states.batch(sequences) if self._states is not None else ()
         logits_NV = self._policy.forward(ids_N, step.positions_N, step, recurrent=recurrent)
         return draw_rows(logits_NV, sequences, drafts)
 

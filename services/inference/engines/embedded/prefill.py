@@ -33,7 +33,7 @@ from services.inference.engines.embedded.prefill_schedule import (
     WaitingPrefixes,
     next_pass,
 )
-from services.inference.engines.embedded.recurrent.layers import StateBatch
+from services.inference.engines.embedded.recurrent.packed import Piece
 from services.inference.engines.embedded.recurrent.read_states import ReadStates
 from services.inference.engines.embedded.recurrent.shape import StateShape
 from services.inference.engines.embedded.stored_kv import StoredKv
@@ -254,7 +254,7 @@ class PrefillActor(ThreadActor):
             torch.cat([span.reading.ids[span.start : span.end] for span in spans]),
             torch.cat([torch.arange(span.start, span.end, device=device) for span in spans]),
             storage,
-            recurrent=_state_batches(spans),
+            recurrent=_pieces(spans),
             logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
         )
         storage.finish()
@@ -363,9 +363,9 @@ class PrefillActor(ThreadActor):
         self.loop.call_soon_threadsafe(_deliver_all, answers)
 
 
-def _state_batches(spans: Sequence[Span]) -> list[StateBatch]:
+def _pieces(spans: Sequence[Span]) -> list[Piece]:
     """The sequences of a pass for recurrent layers."""
-    batches: list[StateBatch] = []
+    pieces: list[Piece] = []
     offset = 0
     for span in spans:
         reading, source, begin = span.reading, span.reading.source, None
@@ -373,9 +373,9 @@ def _state_batches(spans: Sequence[Span]) -> list[StateBatch]:
             if source is not None and span.start == reading.shared:
                 assert source.recurrent is not None
                 begin = source.recurrent.kept[reading.shared]
-            batches += reading.recurrent.batches(span.start, span.end, offset=offset, begin=begin)
+            pieces += reading.recurrent.pieces(span.start, span.end, offset=offset, begin=begin)
         offset += span.end - span.start
-    return batches
+    return pieces
 
 
 def _report_all(parts: Sequence[tuple[Callable[[PartRead], None], PartRead]]) -> None:

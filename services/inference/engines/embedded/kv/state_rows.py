@@ -64,9 +64,9 @@ class StateRows:
         places = {id(sequence): place for place, sequence in enumerate(sequences)}
         order = [places[id(sequence)] for sequence in self._sequences]
         if order == list(range(len(order))):
-            return StateBatch(places_BT=None, rows_BS=rows_BS)
+            return StateBatch(rows_BS=rows_BS)
         places_B = torch.tensor(order, device=rows_BS.device)
-        return StateBatch(places_BT=places_B[:, None], rows_BS=rows_BS)
+        return StateBatch(rows_BS=rows_BS, places_B=places_B)
 
     def advance(self) -> None:
         """Keep the states of sequences whose last token ended a block."""

@@ -6,7 +6,7 @@ does not change the served weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from services.inference.engines.embedded.model.packed_linears import (
     packable,
     placeholder,
 )
-from services.inference.engines.embedded.recurrent.layers import RecurrentLayers, StateBatch
+from services.inference.engines.embedded.recurrent.layers import RecurrentLayers, Sequences
 from services.inference.engines.tensor_bytes import DTYPES, from_named, is_finite
 from services.inference.engines.weight_checks import check_tensor, match_names
 
@@ -155,7 +155,7 @@ class Policy:
         positions_N: torch.Tensor,
         kv_pass: KvPass,
         *,
-        recurrent: Sequence[StateBatch] = (),
+        recurrent: Sequences = (),
         logits_at: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return logits [rows, vocabulary] of the packed tokens, or of those at `logits_at`; then

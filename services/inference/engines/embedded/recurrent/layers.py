@@ -1,12 +1,12 @@
 """The recurrent layers of any transformers model, over packed passes.
 
-Owns the forward that replaces a recurrent layer's own. It runs the layer's own forward on the
-tokens of one sequence after the other, or on one token of each running sequence at once, and stands
-in for the cache that transformers hands to such layers: it begins with the states of these
+Owns the forward that replaces a recurrent layer's own. It runs the layer's own forward on pieces of
+several sequences in one row (`packed`), or on one token of each running sequence at once, and
+stands in for the cache that transformers hands to such layers: it begins with the states of these
 sequences and leaves the states after their last token in the same place. A pass without sequences
 is one sequence from its start, whose states nothing keeps.
 
-Shapes: N packed tokens, B sequences of a batch, T tokens of each, C hidden channels, S bytes of the
+Shapes: N packed tokens, B running sequences, T tokens of a piece, C hidden channels, S bytes of the
 states of one sequence.
 """
 
@@ -23,24 +23,23 @@ import torch
 
 from forge.core.errors import InvalidArgument
 from forge.rl import scans
-from forge.rl.model.forked_states import cache_name, scan_takes_state
+from forge.rl.model.forked_states import cache_name
+from services.inference.engines.embedded.recurrent.packed import PackedLayer, Piece, can_pack
 from services.inference.engines.embedded.recurrent.shape import Key, StateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBatch:
-    """Sequences whose recurrent layers compute together."""
+    """Running sequences whose last tokens are a pass."""
 
-    places_BT: torch.Tensor | None
-    """Index in the pass of each token; None: all N tokens in their order, one of each sequence."""
     rows_BS: torch.Tensor
     """The states before these tokens; afterwards those behind them."""
-    is_start: bool = False
-    """Whether these are the sequences' first tokens."""
-    begin_BS: torch.Tensor | None = None
-    """States to begin with, in place of those in `rows_BS`."""
-    keep_BS: torch.Tensor | None = None
-    """Further places for the states after these tokens."""
+    places_B: torch.Tensor | None = None
+    """Index in the pass of each token; None: all tokens in their order."""
+
+
+Sequences = StateBatch | Sequence[Piece]
+"""Sequences of a pass; without any it is one sequence from its start."""
 
 
 class RecurrentLayers:
@@ -48,7 +47,7 @@ class RecurrentLayers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         layers = [
-            _Layer(number, one, cache_name(one), scan_takes_state(one))
+            _Layer(number, one, cache_name(one))
             for number, one in enumerate(filter(cache_name, model.modules()))
         ]
         if layers:
@@ -57,17 +56,17 @@ class RecurrentLayers:
             layer.module.forward = partial(self._forward, layer)
         self.shape: StateShape | None = None
         """Shape of the states of one sequence; None before `measure`."""
-        self._batches: Sequence[StateBatch] | None = None
+        self._sequences: Sequences | None = None
         self._seen: dict[Key, torch.Tensor] = {}
 
     @contextmanager
-    def used(self, batches: Sequence[StateBatch]) -> Iterator[None]:
-        """Within, a pass has the tokens of these sequences, in the order of their computation."""
-        self._batches = batches
+    def used(self, sequences: Sequences) -> Iterator[None]:
+        """Within, a pass has the tokens of these sequences."""
+        self._sequences = sequences
         try:
             yield
         finally:
-            self._batches = None
+            self._sequences = None
 
     def measure(self) -> StateShape | None:
         """Return the shape of the states that the last pass left, of one sequence; None without
@@ -79,45 +78,50 @@ class RecurrentLayers:
     def _forward(
         self, layer: _Layer, hidden_states: torch.Tensor, *places: Any, **named: Any
     ) -> torch.Tensor:
-        if self._batches is None:
+        sequences = self._sequences
+        if sequences is None:
             return layer.own(hidden_states, *places, **named)
         named.pop("attention_mask", None)
-        if not self._batches:
+        if isinstance(sequences, StateBatch):
+            return self._step(layer, sequences, hidden_states, named)
+        if not sequences:
             named[layer.cache_name] = _FirstCache(layer.number, self._seen)
             return layer.own(hidden_states, **named)
-        output_NC: torch.Tensor | None = None
-        for batch in self._batches:
-            output_BTC = self._compute(layer, batch, hidden_states[0], named)
-            if batch.places_BT is None:
-                return output_BTC.transpose(0, 1)
-            if output_NC is None:
-                output_NC = output_BTC.new_empty((hidden_states.shape[1], output_BTC.shape[2]))
-            output_NC[batch.places_BT] = output_BTC
-        assert output_NC is not None
-        return output_NC[None]
-
-    def _compute(
-        self,
-        layer: _Layer,
-        batch: StateBatch,
-        hidden_NC: torch.Tensor,
-        named: dict[str, Any],
-    ) -> torch.Tensor:
         assert self.shape is not None
-        if batch.begin_BS is not None:
-            self.shape.copy_layer(layer.number, batch.begin_BS, batch.rows_BS)
-        states = self.shape.of_layer(layer.number, batch.rows_BS)
+        if hidden_states.shape[1] == 1 or not can_pack(layer.module):
+            outputs = [self._alone(layer, one, hidden_states, named) for one in sequences]
+            return torch.cat(outputs, dim=1)
+        packed = PackedLayer(layer.module, layer.number, self.shape, sequences)
+        named[layer.cache_name] = packed
+        return layer.own(hidden_states, scan=packed.compute, **named)
+
+    def _step(
+        self, layer: _Layer, batch: StateBatch, hidden_1NC: torch.Tensor, named: dict[str, Any]
+    ) -> torch.Tensor:
+        """One token of each sequence."""
+        assert self.shape is not None
+        named[layer.cache_name] = _RowsCache(self.shape.of_layer(layer.number, batch.rows_BS))
+        hidden_NC = hidden_1NC[0]
+        if batch.places_B is None:
+            return layer.own(hidden_NC[:, None], **named).transpose(0, 1)
+        output_B1C = layer.own(hidden_NC[batch.places_B, None], **named)
+        output_1NC = output_B1C.new_empty((1, *output_B1C.shape[::2]))
+        output_1NC[0, batch.places_B] = output_B1C[:, 0]
+        return output_1NC
+
+    def _alone(
+        self, layer: _Layer, piece: Piece, hidden_1NC: torch.Tensor, named: dict[str, Any]
+    ) -> torch.Tensor:
+        """The tokens of one piece."""
+        assert self.shape is not None
+        if piece.begin_1S is not None:
+            self.shape.copy_layer(layer.number, piece.begin_1S, piece.row_1S)
+        states = self.shape.of_layer(layer.number, piece.row_1S)
         given = named | {layer.cache_name: _RowsCache(states)}
-        places_BT = batch.places_BT
-        hidden_BTC = hidden_NC[:, None] if places_BT is None else hidden_NC[places_BT]
-        if batch.is_start or layer.takes_state:
-            output_BTC = layer.own(hidden_BTC, **given)
-        else:
-            steps = [layer.own(one_BC[:, None], **given) for one_BC in hidden_BTC.unbind(1)]
-            output_BTC = torch.cat(steps, dim=1)
-        if batch.keep_BS is not None:
-            self.shape.copy_layer(layer.number, batch.rows_BS, batch.keep_BS)
-        return output_BTC
+        output_1TC = layer.own(hidden_1NC[:, piece.place], **given)
+        if piece.keep_1S is not None:
+            self.shape.copy_layer(layer.number, piece.row_1S, piece.keep_1S)
+        return output_1TC
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +130,17 @@ class _Layer:
     module: torch.nn.Module
     cache_name: str
     """Name of the cache argument of its forward."""
-    takes_state: bool
-    """See `scan_takes_state`."""
 
-    def own(self, hidden_states: torch.Tensor, *places: Any, **named: Any) -> torch.Tensor:
-        """The layer's own forward."""
+    def own(
+        self,
+        hidden_states: torch.Tensor,
+        *places: Any,
+        scan: scans.Handler | None = None,
+        **named: Any,
+    ) -> torch.Tensor:
+        """The layer's own forward, with other scans."""
         kind = type(self.module)
-        with scans.handled(self._scan):
+        with scans.handled(scan or self._scan):
             output: object = kind.forward(self.module, hidden_states, *places, **named)
         if not isinstance(output, torch.Tensor):
             raise InvalidArgument(f"{kind.__name__} returns more than its output")

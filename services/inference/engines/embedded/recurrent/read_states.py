@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from services.inference.engines.embedded.recurrent.layers import StateBatch
+from services.inference.engines.embedded.recurrent.packed import Piece
 from services.inference.engines.embedded.recurrent.shape import StateShape
 
 MOST_STOPS = 3
@@ -39,22 +39,20 @@ class ReadStates:
             self.stop(tokens)
         return max((one for one in self._stops if one <= tokens), default=0)
 
-    def batches(
+    def pieces(
         self, start: int, end: int, *, offset: int, begin: torch.Tensor | None
-    ) -> Iterator[StateBatch]:
-        """The passes of the tokens `start` to `end`, which lie at `offset` in the pass; `begin`:
+    ) -> Iterator[Piece]:
+        """The tokens `start` to `end`, which lie at `offset` in the pass, between stops; `begin`:
         states to begin with, of another prompt."""
         stops = sorted(one for one in self._stops if start < one < end)
-        device = self.now.device
         for last in [*stops, end]:
             if last in self._stops:
                 self.kept[last] = torch.empty_like(self.now)
-            places = torch.arange(offset, offset + last - start, device=device)
-            yield StateBatch(
-                places_BT=places[None],
-                rows_BS=self.now,
+            yield Piece(
+                place=slice(offset, offset + last - start),
+                row_1S=self.now,
                 is_start=start == 0,
-                begin_BS=begin,
-                keep_BS=self.kept.get(last),
+                begin_1S=begin,
+                keep_1S=self.kept.get(last),
             )
             offset, start, begin = offset + last - start, last, None

@@ -72,7 +72,7 @@ def test_sequences_keep_their_states_while_others_leave() -> None:
             batch = rows.batch(order)
             for sequence in order:
                 sequence.tokens += 1
-            places = range(len(order)) if batch.places_BT is None else batch.places_BT[:, 0]
+            places = range(len(order)) if batch.places_B is None else batch.places_B
             for number, place in enumerate(places):
                 batch.rows_BS[number] = order[int(place)].tokens
             rows.advance()
@@ -130,13 +130,10 @@ def test_prompt_is_cut_where_its_states_are_kept() -> None:
     that has been kept."""
     states = ReadStates(STATES, CPU)
     states.stop(8)
-    batches = list(states.batches(0, 10, offset=5, begin=None))
-    assert [batch.places_BT.tolist() for batch in batches if batch.places_BT is not None] == [
-        [[5, 6, 7, 8, 9, 10, 11, 12]],
-        [[13, 14]],
-    ]
-    assert [batch.is_start for batch in batches] == [True, False]
-    assert [batch.keep_BS is not None for batch in batches] == [True, False]
+    pieces = list(states.pieces(0, 10, offset=5, begin=None))
+    assert [piece.place for piece in pieces] == [slice(5, 13), slice(13, 15)]
+    assert [piece.is_start for piece in pieces] == [True, False]
+    assert [piece.keep_1S is not None for piece in pieces] == [True, False]
     assert states.share(9, done=10) == 8
     assert states.share(12, done=10) == 12
     assert states.share(4, done=10) == 0
