@@ -24,6 +24,7 @@ import torch
 from forge.core.errors import InvalidArgument
 from forge.rl import scans
 from forge.rl.model.forked_states import cache_name
+from services.inference.engines.embedded.recurrent import mamba2_step
 from services.inference.engines.embedded.recurrent.packed import PackedLayer, Piece, can_pack
 from services.inference.engines.embedded.recurrent.shape import Key, StateShape
 
@@ -148,12 +149,15 @@ class _Layer:
 
     def _scan(self, name: str, compute: scans.Compute, arguments: dict[str, Any]) -> Any:
         """Bound the time step of a decode step: transformers bounds it only in scans of chunks."""
+        if name != mamba2_step.NAME:
+            return compute(arguments)
         least, most = getattr(self.module, "time_step_limit", (0.0, math.inf))
-        if name == "mamba2_selective_state_update" and (least, most) != (0.0, math.inf):
-            step, bias = arguments["dt"], arguments["dt_bias"]
-            kind = torch.float64 if step.device.type == "cpu" else torch.float32
+        step, bias = arguments["dt"], arguments["dt_bias"]
+        if step.device.type == "cpu" and arguments["z"] is None:
+            return mamba2_step.mamba2_step(arguments, (least, most))
+        if (least, most) != (0.0, math.inf):
             bounds = (_before_softplus(least), _before_softplus(most))
-            step = (step.to(kind) + bias.to(kind)).clamp(*bounds)
+            step = (step.float() + bias.float()).clamp(*bounds)
             arguments = arguments | {"dt": step, "dt_bias": None}
         return compute(arguments)
 
