@@ -30,7 +30,11 @@ SMALL = (
     *("--set", "scheduler.queue.concurrency=16", "--set", "scheduler.queue.batch_groups=4"),
 )
 OF_FAMILY: dict[str, tuple[str, ...]] = {
-    "gpt_oss": (),
+    # The trainer computes with the experts that vLLM chose.
+    "gpt_oss": (
+        *("--set", "gateway.record_experts=true"),
+        *("--set", "trainer.routing_replay.enabled=true"),
+    ),
     # vLLM's recurrent layers have no other type on a CPU; the run's trainer computes in float32.
     "qwen3_next": ("--set", "decode.dtype=bfloat16"),
 }
@@ -92,7 +96,8 @@ def save_starting_weights(family: str, root: Path) -> None:
 @pytest.mark.parametrize("family", MOST_GAP)
 def test_run_trains_with_sinks_and_recurrent_layers(family: str, tmp_path: Path) -> None:
     """Each step changes the weights and vLLM serves them; on the first batch the trainer has the
-    log-probs that vLLM sampled with."""
+    log-probs that vLLM sampled with, and with sinks the experts that vLLM chose, but for the last
+    token of each answer."""
     save_starting_weights(family, tmp_path / "root")
     extra = (*SMALL, *OF_FAMILY[family])
     run = ForgeRun(tmp_path / "run", root=tmp_path / "root", steps=2, extra=extra)
@@ -102,3 +107,8 @@ def test_run_trains_with_sinks_and_recurrent_layers(family: str, tmp_path: Path)
     assert first["logprob_gap_mean"] < MOST_GAP[family]
     assert min(first["grad_norm"], second["grad_norm"]) > 0
     assert "digest equal to that of the weights served" in run.output()
+    if family == "gpt_oss":
+        for step in (first, second):
+            assert step["replayed_tokens"] > 4 * step["unreplayed_tokens"], step
+        # Its own router chooses the same ones, but for near ties.
+        assert first["replay_changed_share"] < 0.01
