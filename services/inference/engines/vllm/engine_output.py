@@ -75,7 +75,7 @@ class EngineOutput:
                     return True
                 if not chunk:
                     return False
-                # The reader may have ended; vLLM goes on.
+                # vLLM continues if the reader of its output has ended.
                 with suppress(OSError):
                     os.write(self._own, chunk)
                 *lines, self._rest = (self._rest + chunk).split(b"\n")

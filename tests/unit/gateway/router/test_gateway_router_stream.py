@@ -142,7 +142,7 @@ async def test_end_of_a_stream_is_unavailable_to_its_calls(code: grpc.StatusCode
 async def test_planned_end_is_logged_only_with_open_calls(
     open_calls: int, lines: list[int]
 ) -> None:
-    """A router that drains ends its streams once their calls have ended: nobody must look."""
+    """The end of an idle stream is no loss: a draining router ends its streams after the calls."""
     call = Call()
     call.takes.set()
     stream = RouterStream(call, peer="r")
