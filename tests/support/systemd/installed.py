@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import re
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from tests.support.systemd.bare_host import STOCK as STOCK_PACKAGES
 from tests.support.systemd.bare_host import BareHost, make_root
 from tests.support.systemd.disk import Disk, kept, remove_tree
+from tests.support.systemd.packages import digest_of_packages
 
 ROOT = Path(__file__).parents[3]
 STOCK = ROOT / ".systemd" / "debian12-ssh"
@@ -96,7 +96,7 @@ def _with_packages(install: str, root: Path) -> tuple[Disk, bool]:
         if not STOCK.exists():
             make_root(STOCK)
         stock = Disk(root=STOCK, layers=(STOCK,))
-        store = STOCK.with_name(f"installed-{_digest_of_packages(install)}")
+        store = STOCK.with_name(f"installed-{_digest(install)}")
         found = kept(store, above=stock)
         if found is not None:
             return found, False
@@ -111,11 +111,13 @@ def _with_packages(install: str, root: Path) -> tuple[Disk, bool]:
         return made, True
 
 
-def _digest_of_packages(install: str) -> str:
-    """Of all that chooses packages: the lists, and the commands."""
-    texts = [STOCK_PACKAGES, install]
-    texts += [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+def _digest(install: str) -> str:
+    project, constraints = (
+        (ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")
+    )
+    return digest_of_packages(
+        stock=STOCK_PACKAGES, commands=install, project=project, constraints=constraints
+    )
 
 
 def unpack_repository(folder: Path) -> None:
