@@ -15,6 +15,7 @@ from forge.rl.model.capabilities import (
     Way,
     depends_on_length,
     one_line,
+    stock_attention,
     unmergeable,
     warn_unmerged,
 )
@@ -29,7 +30,7 @@ class AttentionSwitch:
         model."""
         register()
         self._model = model
-        self.own: str = own or model.config._attn_implementation
+        self.own: str = own or stock_attention(model.config)
         """The model's stock attention implementation."""
         self.way = Way()
         """Way in which trees are computed."""

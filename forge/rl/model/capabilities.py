@@ -92,6 +92,14 @@ def logits_of(config: Any) -> Logits:
     return Logits(scale=scale, softcap=getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
+def stock_attention(config: Any) -> str:
+    """The model's own attention implementation, but one that caps scores where the model does:
+    transformers before 5.18 let Gemma 2 have SDPA, which leaves the cap out."""
+    own: str = config._attn_implementation
+    capped = getattr(config, "attn_logit_softcapping", None)
+    return "eager" if capped and own == "sdpa" else own
+
+
 def unmergeable(model: Any, *, forked: bool = False) -> str:
     """Reason why a token's output depends on more than its ancestors' keys, values and states; ""
     if not. `forked`: it has recurrent layers that compute trees."""

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument
-from forge.rl.model.capabilities import depends_on_length, forget_lengths, one_line
+from forge.rl.model.capabilities import depends_on_length, forget_lengths, one_line, stock_attention
 from forge.rl.model.probe import make_double, randomize
 from forge.rl.model.small_config import THRESHOLD, small_config
 from services.inference.engines import tensor_bytes
@@ -188,7 +188,7 @@ def _cases(vocabulary: int, *, longest: int) -> list[_Case]:
 
 def _compare(model: Any, cases: Sequence[_Case]) -> list[tuple[str, float, bool]]:
     """For each case and role: its place, the largest error, whether the likeliest are equal."""
-    own_attention = model.config._attn_implementation
+    own_attention = stock_attention(model.config)
     model.set_attn_implementation(attention.IMPLEMENTATION)
     vocabulary = _vocabulary(model)
     limits = ModelLimits(context_tokens=_CONTEXT_TOKENS, vocabulary=vocabulary)

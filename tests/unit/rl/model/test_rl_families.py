@@ -184,3 +184,13 @@ def test_families_command_fails_for_a_wrongly_trained_family(
     assert "| llama | merged | 0.0e+00 | 1.0e-07 | 0.0e+00 | 5.0e-01 | yes | " in page.read_text()
     assert json.loads(numbers.read_text())["llama.served"] == 1.0
     assert json.loads(numbers.read_text())["llama.grad_err_beyond"] == 0.5
+
+
+def test_capped_scores_are_compared_with_an_attention_that_has_caps() -> None:
+    """As transformers before 5.18 load Gemma 2: with SDPA, which ignores them."""
+    model = tiny_model("gemma2", torch.float32)
+    model.config._attn_implementation = "sdpa"
+    policy = TreePolicy(model)
+    check_policy(policy)
+    assert policy.attention.own == "eager"
+    assert not policy.unmerged
