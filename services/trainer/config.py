@@ -304,12 +304,12 @@ class TrainerConfig(ServiceConfig):
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """Raises `InvalidArgument` for weights that ranks with parts of layers do not divide."""
-        for name, value in (("lora.rank", self.lora.rank), ("mtp.heads", self.mtp.heads)):
+        dropout = self.lora.rank and self.lora.dropout
+        for name, value in (("mtp.heads", self.mtp.heads), ("lora.dropout", dropout)):
             if value and self.mesh.tp > 1:
                 raise InvalidArgument(
-                    f"{name} = {value} is not allowed with mesh.tp = {self.mesh.tp}: it is whole "
-                    "on every rank; use mesh.dp_shard and mesh.cp"
+                    f"{name} = {value} is not allowed with mesh.tp = {self.mesh.tp}: ranks have "
+                    "parts of a layer; use mesh.dp_shard and mesh.cp"
                 )
 
     def _check_advantages(self) -> None:

@@ -82,12 +82,14 @@ async def subscriber(trainer: Trainer) -> AsyncIterator[Worker]:
         ("qwen3_moe", 0, MeshSettings(dp_shard=2)),
         ("llama", 2, MeshSettings(dp_replicate=2, dp_shard=2)),
         ("qwen3_moe", 0, MeshSettings(dp_shard=2, tp=2)),
+        ("llama", 2, MeshSettings(dp_shard=2, tp=2)),
     ],
     ids=[
         "tied, 4 shards",
         "experts, 2 shards",
         "adapters, 2 copies of 2 shards",
         "experts, 2 shards of 2 parts",
+        "adapters, 2 shards of 2 parts",
     ],
 )
 async def test_worker_gets_the_gathered_weights_from_all_ranks(

@@ -107,6 +107,7 @@ def save(actor: LearnerActor, number: int) -> Path:
         ("llama", SHARDS, 0, "bfloat16"),
         ("llama", SHARDS, 2, "float32"),
         ("llama", PARTS, 0, "bfloat16"),
+        ("llama", PARTS, 2, "float32"),
         ("qwen3_moe", PARTS, 0, "float32"),
     ],
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import Qwen3Config
 
-from forge.rl.config import MeshShape
 from services.trainer.memory_plan import Run, estimate, size_of
+from tests.support.rl.meshes import sizes_of
 from tests.support.rl.part_worlds import CASES, MESHES
 from tests.support.rl.torchrun import torchrun
 from tests.support.trainer.memory import SHAPE, TOKENS
@@ -21,10 +21,9 @@ that of rounded parts."""
 @pytest.fixture(scope="module", params=[name for names in MESHES.values() for name in names])
 def found(request: pytest.FixtureRequest) -> dict[str, float]:
     """All cases of one mesh."""
-    ranks = next(count for count, names in MESHES.items() if request.param in names)
-    cases: dict[str, float] = torchrun(
-        ranks, "tests.support.rl.part_worlds", request.param, timeout_s=1500
-    )
+    mesh: str = request.param
+    ranks = sizes_of(mesh).ranks
+    cases: dict[str, float] = torchrun(ranks, "tests.support.rl.part_worlds", mesh, timeout_s=1500)
     return cases
 
 
@@ -34,7 +33,7 @@ def test_divided_layers_are_exact(found: dict[str, float], precision: str) -> No
     untied heads, latent keys, joined products; steps with each part of a loss; refusals."""
     cases = {case: error for case, error in found.items() if precision in case}
     assert not {case: error for case, error in cases.items() if not error <= LIMITS[precision]}
-    assert len(cases) >= {"fp64": 14, "steps": 7, "fp32": 5, "bf16": 0}[precision]
+    assert len(cases) >= {"fp64": 19, "steps": 7, "fp32": 5, "bf16": 0}[precision]
 
 
 def test_token_values_of_all_ranks_are_on_rank_0(found: dict[str, float]) -> None:
@@ -46,10 +45,11 @@ def test_token_values_of_all_ranks_are_on_rank_0(found: dict[str, float]) -> Non
 def test_parameters_of_a_rank_fall_with_the_number_of_parts(found: dict[str, float]) -> None:
     """To within the padding of tensors that do not divide. Norms of layers and routers are whole on
     each part, and sharded over the ranks of a part alone."""
-    _, shard, cp, tp = map(int, next(iter(found)).split()[0].split("x"))
+    shape = sizes_of(next(iter(found)).split()[0])
+    layers = shape.dp_shard * shape.cp
     for case, (divided, whole) in {"held": (5808, 96), "held of experts": (6576, 224)}.items():
         (size,) = [each for name, each in found.items() if name.endswith(f" {case}")]
-        assert size == pytest.approx(divided / (shard * cp * tp) + whole / (shard * cp), rel=0.03)
+        assert size == pytest.approx(divided / (layers * shape.tp) + whole / layers, rel=0.03)
 
 
 @pytest.mark.parametrize("kind", ["kept", "recomputed"])
@@ -58,14 +58,14 @@ def test_estimate_of_a_part_is_close_to_the_measured_peak(
 ) -> None:
     """Of a whole step of rank 0, in float32: between the peak and a third more."""
     ((case, measured),) = [one for one in found.items() if one[0].endswith(f" bytes, {kind}")]
-    replicate, shard, cp, tp = map(int, case.split()[0].split("x"))
+    shape = sizes_of(case.split()[0])
     run = Run(
-        shape=MeshShape(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp),
+        shape=shape,
         context=TOKENS,
         bfloat16=False,
         recompute=kind == "recomputed",
     )
-    estimated = estimate(size_of(Qwen3Config(**SHAPE), bfloat16=False, tp=tp), run).total
+    estimated = estimate(size_of(Qwen3Config(**SHAPE), bfloat16=False, tp=shape.tp), run).total
     print(f"{case}: measured {measured:.0f}, estimated {estimated:.0f}")
     assert measured <= estimated <= measured * 1.33
 

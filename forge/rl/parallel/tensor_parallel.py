@@ -11,6 +11,9 @@ data: names of modules with a style each. There is no code for single models.
     mla_kv_a_proj                    whole; its last columns go to this rank's heads
     grouped_gemm (expert plan)       experts; each rank computes the tokens of its own
 
+Adapters (LoRA) of a divided product are divided with it: the factor that has its columns, or its
+rows. The other factor is whole, and its gradient is summed over ranks.
+
 Experts without a plan, or whose number the ranks do not divide, stay whole, and every rank computes
 them. Embedding, last norm and head are not divided here: `forge.rl.parallel.sharding` shards them
 over all ranks, and `forge.rl.model.policy` divides the logit rows.
@@ -24,7 +27,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -52,6 +55,9 @@ WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 EXPERTS = "grouped_gemm"
 _HEADS = ("q_proj", "k_proj", "v_proj")
 """Projections whose columns are heads."""
+_COLUMNS = {"weight": 0, "bias": 0}
+_ROWS = {"weight": 1}
+"""The dimension in which the parameters of a product are divided."""
 
 
 class Division:
@@ -81,12 +87,16 @@ class Division:
         last = getattr(config, "qk_rope_head_dim", 0)
         for name, style in self._rules.items():
             module = self._modules[name]
-            if style in COLUMNS:
-                _divide(module, {"weight": 0, "bias": 0}, mesh)
-            elif style in ROWS:
-                _divide(module, {"weight": 1}, mesh)
+            product, downs, ups = _product(module), _factors(module, "A"), _factors(module, "B")
+            divided, shared = (ups, downs) if style in COLUMNS else (downs, ups)
+            if style not in WHOLE:
+                for each in (product, *divided):
+                    _divide(each, _COLUMNS if style in COLUMNS else _ROWS, mesh)
             site = _Site(
                 module=module,
+                product=product,
+                divided=[product, *divided],
+                shared=shared,
                 forward=module.forward,
                 group=group,
                 entry=entries[name.rpartition(".")[0]],
@@ -150,7 +160,7 @@ class Division:
                 self._refuse(f"its plan has {style} for {name}, which is not built")
             if style in WHOLE:
                 continue
-            module = self._modules[name]
+            module = _product(self._modules[name])
             if type(module) is not nn.Linear:
                 self._refuse(f"{name} is a {type(module).__name__}, not a plain linear layer")
             field = "out_features" if style in COLUMNS else "in_features"
@@ -186,6 +196,16 @@ def _general(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
+def _product(module: nn.Module) -> nn.Module:
+    """The linear layer itself, where PEFT has put adapters around it."""
+    return cast(nn.Module, getattr(module, "base_layer", module))
+
+
+def _factors(module: nn.Module, kind: str) -> list[nn.Module]:
+    """Factors of the adapters of a module: A reads its input, B gives its output."""
+    return [*getattr(module, f"lora_{kind}", nn.ModuleDict()).values()]
+
+
 def _divide(module: nn.Module, dims: Mapping[str, int], mesh: DeviceMesh) -> None:
     for name, dim in dims.items():
         whole = module._parameters.get(name)
@@ -199,6 +219,15 @@ def _own_parameters(module: nn.Module) -> Iterator[None]:
     """Context in which divided parameters are this rank's parts, with gradient."""
     divided = {name: one for name, one in module._parameters.items() if one is not None}
     own = {name: one.to_local() for name, one in divided.items() if isinstance(one, DTensor)}
+    with with_parameters(module, own):
+        yield
+
+
+@contextmanager
+def _entered_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
+    """Context in which whole parameters compute own values: their gradients are summed."""
+    parameters = module._parameters.items()
+    own = {name: entered(one, group) for name, one in parameters if one is not None}
     with with_parameters(module, own):
         yield
 
@@ -226,6 +255,12 @@ class _Site:
     """One module of the plan."""
 
     module: nn.Module
+    product: nn.Module
+    """The module, or the linear layer inside of its adapters."""
+    divided: list[nn.Module]
+    """The product and the factors of adapters that are divided with it."""
+    shared: list[nn.Module]
+    """The other factors."""
     forward: Forward
     """The module's own."""
     group: dist.ProcessGroup
@@ -235,8 +270,19 @@ class _Site:
     """Number of the module's last output columns that go to single heads."""
 
 
+@contextmanager
+def _parts(site: _Site) -> Iterator[None]:
+    """Context in which the product computes with this rank's parts."""
+    with ExitStack() as stack:
+        for one in site.divided:
+            stack.enter_context(_own_parameters(one))
+        for one in site.shared:
+            stack.enter_context(_entered_parameters(one, site.group))
+        yield
+
+
 def _columns(site: _Site, states: Tensor) -> Tensor:
-    with _own_parameters(site.module):
+    with _parts(site):
         return site.forward(site.entry(states, site.group))
 
 
@@ -246,8 +292,8 @@ def _joined_columns(site: _Site, states: Tensor) -> Tensor:
 
 def _rows(site: _Site, states: Tensor) -> Tensor:
     site.entry.clear()
-    bias = site.module._parameters.get("bias")
-    with _own_parameters(site.module), with_parameters(site.module, {"bias": None}):
+    bias = site.product._parameters.get("bias")
+    with _parts(site), with_parameters(site.product, {"bias": None}):
         total = summed(site.forward(states), site.group)
     return total if bias is None else total + bias.to(total.dtype)
 
@@ -257,9 +303,7 @@ def _split_rows(site: _Site, states: Tensor) -> Tensor:
 
 
 def _heads_alone(site: _Site, states: Tensor) -> Tensor:
-    parameters = site.module._parameters.items()
-    own = {name: entered(one, site.group) for name, one in parameters if one is not None}
-    with with_parameters(site.module, own):
+    with _entered_parameters(site.module, site.group):
         return site.forward(states)
 
 

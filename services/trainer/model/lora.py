@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -142,16 +143,19 @@ def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
             f"lora.rank = {settings.rank} needs the package peft: pip install 'forge-rl[lora]'"
         ) from error
     targets = list(settings.targets)
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
-        base_model_name_or_path=str(model_path),
-        task_type="CAUSAL_LM",
-    )
+    described: dict[str, Any] = {
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        "base_model_name_or_path": str(model_path),
+        "task_type": "CAUSAL_LM",
+    }
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     try:
+        if any(one.ndim > 2 for one in model.parameters()):
+            described["target_modules"] = _linear_targets(model, described)
+        config = LoraConfig(**described)
         inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigError(f"lora.targets = {targets}: {error}") from error
@@ -159,11 +163,33 @@ def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
         raise ConfigError(
             f"lora.targets = {targets} is not allowed: embedding and head cannot have adapters"
         )
-    described = {
+    written = {
         key: sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
     }
-    return json.dumps(described, indent=2, default=str)
+    return json.dumps(written, indent=2, default=str)
+
+
+def _linear_targets(model: Any, described: Mapping[str, Any]) -> Any:
+    """The targets that are linear layers. PEFT takes names of layers that hub files have per expert
+    (`down_proj`), or a router, for stacked parameters, which get no adapters here. Raises
+    `ValueError` if such a name was asked for."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    with torch.device("meta"):
+        outline = type(model)(model.config)
+    config = LoraConfig(**described)
+    with warnings.catch_warnings(action="ignore"):  # on ranks of parameters that are not there
+        inject_adapter_in_model(config, outline, low_cpu_mem_usage=True)
+    asked = described["target_modules"]
+    if not config.target_parameters:
+        return asked
+    if asked != ALL_LINEAR:
+        raise ValueError(
+            f"{', '.join(sorted(config.target_parameters))} of its experts and routers cannot have "
+            f"adapters; targets of this model are {', '.join(sorted(config.target_modules))}"
+        )
+    return sorted(config.target_modules)
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -7,19 +7,16 @@ name.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from forge.core.errors import InvalidArgument
-from forge.rl.config import LearnerConfig, MeshShape
-from forge.rl.parallel.world import World, make_world
+from forge.rl.config import LearnerConfig
+from forge.rl.parallel.world import World
 from tests.support.rl import worlds
+from tests.support.rl.meshes import print_cases, write_cases
 from tests.support.rl.models import wide_norms
 from tests.support.rl.worlds import STEPS, Case, gradient_error, policy_of
 from tests.support.trainer.memory import measured_bytes
@@ -40,12 +37,15 @@ CASES = {
     "capped logits": Case(family="gemma2"),
     "latent keys": Case(family="glm4_moe_lite"),
     "joined products": Case(family="phi3"),
+    "adapters": worlds.CASES["adapters"],
+    "adapters, relayed experts": worlds.CASES["adapters, relayed experts"],
+    "adapters, latent keys": Case(family="glm4_moe_lite", adapters=("all-linear",)),
+    "adapters, joined products": Case(family="phi3", adapters=("all-linear",)),
     "whole attention": Case(family="gpt_oss"),
     "whole attention, divided experts": Case(family="deepseek_v3"),
 }
-LEAN = ("tied", "relayed experts")
+LEAN = ("tied", "relayed experts", "adapters")
 REFUSED = {
-    "adapters": ("adapters", "not a plain linear layer"),
     "recurrent": ("recurrent", "recurrent"),
     "linear attention": ("linear attention", "recurrent"),
 }
@@ -71,6 +71,7 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
             if name in LEAN or not lean:
                 found[f"{mesh} fp64 {name}"] = gradient_error(case, world)
         if not lean:
+            found[f"{mesh} fp64 steps with adapters"] = worlds.adapted_steps_error(world)
             for name, config in STEPS.items():
                 if not config.mtp.heads:
                     error = worlds.step_error(config, world, dtype=torch.float64)
@@ -104,32 +105,18 @@ def cases_of_four(mesh: str, world: World) -> dict[str, float]:
     return found
 
 
+def all_or_four(mesh: str, world: World) -> dict[str, float]:
+    """The cases of a mesh."""
+    if world.shape.tp == PARTS:
+        return all_cases(mesh, world, lean=False)
+    return cases_of_four(mesh, world)
+
+
 def run_part(rank: int, meeting: str, results: str) -> None:
     """One of two ranks with a part of each layer; rank 0 writes the errors of some cases."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(meeting, PARTS)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PARTS)
-    world = make_world(MeshShape(tp=PARTS), torch.device("cpu"))
-    found = all_cases(f"1x1x1x{PARTS}", world, lean=True)
-    if not rank:
-        Path(results).write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    ranks = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    found: dict[str, float] = {}
-    for mesh in sys.argv[1:] or MESHES[ranks]:
-        replicate, shard, cp, tp = map(int, mesh.split("x"))
-        shape = MeshShape(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
-        world = make_world(shape, torch.device("cpu"))
-        found |= all_cases(mesh, world, lean=False) if tp == PARTS else cases_of_four(mesh, world)
-    if not dist.get_rank():
-        print(json.dumps(found))
-    dist.destroy_process_group()
+    lean = partial(all_cases, lean=True)
+    write_cases(f"1x1x1x{PARTS}", lean, rank=rank, meeting=meeting, results=results)
 
 
 if __name__ == "__main__":
-    main()
+    print_cases(MESHES, all_or_four)

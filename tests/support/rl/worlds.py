@@ -2,14 +2,13 @@
 
 Prints, on rank 0, one JSON object: {"<mesh> <case>": the largest relative error of loss, gradients
 or weights}, and the parameters that a rank holds. Each case is computed by the world of every mesh
-of N ranks. `gradient` cases are compared with one sample at a time by the model's own forward,
-`step` cases with a learner of one process. `tests.support.rl.ranks` forks two ranks for some.
+of N ranks, or of those that arguments name. `gradient` cases are compared with one sample at a time
+by the model's own forward, `step` cases with a learner of one process. `tests.support.rl.ranks`
+forks two ranks for some.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,13 +18,11 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.rl.config import (
     LearnerConfig,
-    MeshShape,
     MtpConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -39,8 +36,11 @@ from forge.rl.model.probe import as_sample, check_policy, own_logprobs
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.out_of_memory import recompute_activations
 from forge.rl.parallel.sharding import local
-from forge.rl.parallel.world import World, make_world, whole
+from forge.rl.parallel.world import World, whole
+from services.trainer.config import LoraSettings
+from services.trainer.model.lora import LoraTrainee
 from tests.support.rl.forests import forest
+from tests.support.rl.meshes import print_cases, write_cases
 from tests.support.rl.models import (
     CAP,
     Gradient,
@@ -69,13 +69,15 @@ class Case:
     family: str = "qwen3"
     budget: int = 40
     relayed: bool = False
-    lora: bool = False
+    adapters: tuple[str, ...] = ()
+    """Layers with adapters."""
     checkpointed: bool = False
     replayed: bool = False
     """With recorded experts; those of two samples differ."""
     kv_heads: int = 2
 
 
+ADAPTED = ("q_proj", "down_proj")
 CASES = {
     "untied": Case(),
     "tied": Case(family="llama"),
@@ -84,7 +86,10 @@ CASES = {
     "replayed experts": Case(family="qwen3_moe", budget=12, replayed=True),
     "relayed": Case(family="llama", budget=12, relayed=True),
     "relayed experts": Case(family="qwen3_moe", budget=12, relayed=True),
-    "adapters": Case(family="llama", lora=True),
+    "adapters": Case(family="llama", adapters=ADAPTED),
+    "adapters, relayed experts": Case(
+        family="qwen3_moe", budget=12, relayed=True, adapters=("all-linear",)
+    ),
     "linear attention": Case(family="qwen3_next"),
     "recurrent": Case(family="falcon_h1"),
     "recurrent, checkpointed": Case(family="falcon_h1", checkpointed=True),
@@ -104,11 +109,8 @@ def samples() -> list[Sample]:
 
 def model_of(case: Case) -> Any:
     model = tiny_model(case.family, torch.float64, kv_heads=case.kv_heads)
-    if case.lora:
-        from peft import LoraConfig, inject_adapter_in_model
-
-        model.requires_grad_(False)
-        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
+    if case.adapters:
+        LoraTrainee(model, LoraSettings(rank=2, targets=case.adapters), model_path=Path())
         model.to(torch.float64)
         for name, one in model.named_parameters():
             if "lora_B" in name:  # zero at the start, and so would be the gradients of A
@@ -235,6 +237,35 @@ def step_error(
     return max(weights, *map(result_error, results, expected))
 
 
+def adapted_steps_error(world: World) -> float:
+    """Of published weights, adapters, losses and statistics over three steps with adapters, with
+    their base as the reference."""
+    objective = ObjectiveConfig(kl_coef=0.3, kl_estimator="k3")
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    ends = []
+    for one in (world, None):
+        torch.manual_seed(0)
+        model = tiny_model("llama", torch.float64)
+        settings = LoraSettings(rank=2, alpha=8.0, targets=ADAPTED)
+        trainee = LoraTrainee(model, settings, model_path=Path())
+        model.to(torch.float64)
+        policy = TreePolicy(model)
+        if one is not None:
+            policy.spread(one)
+        config = LearnerConfig(token_budget=40, objective=objective, optimizer=optimizer)
+        learner = Learner(policy, config, reference=trainee.base_reference(policy))
+        results = [learner.step(planned(learner, credited()), weight_version=5) for _ in range(3)]
+        assert not any(each.skipped for each in results), [each.skipped for each in results]
+        tensors = {**dict(trainee.published()), **trainee.master()}
+        ends.append((results, {name: whole(each.detach()) for name, each in tensors.items()}))
+    (results, found), (expected_results, expected) = ends
+    if world.rank:
+        return 0.0
+    assert any(bool(each.any()) for name, each in expected.items() if "lora_B" in name)
+    weights = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    return max(weights, *map(result_error, results, expected_results))
+
+
 def credited() -> list[Sample]:
     """Samples with returns, three to a trajectory, four to a group."""
     rng = Random(4)
@@ -332,6 +363,8 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
             if lean and name not in LEAN:
                 continue
             found[f"{mesh} fp64 {name}"] = gradient_error(case, world)
+        if not lean:
+            found[f"{mesh} fp64 steps with adapters"] = adapted_steps_error(world)
         found[f"{mesh} fp16 token values"] = token_values_error(world)
         if not lean and world.tree is None:  # ranks of a tree cannot compute it
             # Its norms compute in fp32 whatever the type of the model.
@@ -350,29 +383,9 @@ def all_cases(mesh: str, world: World, *, lean: bool) -> dict[str, float]:
 
 def run_shard(rank: int, meeting: str, results: str) -> None:
     """One of two ranks that shard the parameters; rank 0 writes the errors of some cases."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(meeting, SHARDS)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SHARDS)
-    world = make_world(MeshShape(dp_shard=SHARDS), torch.device("cpu"))
-    found = all_cases(f"1x{SHARDS}x1", world, lean=True)
-    if not rank:
-        Path(results).write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    ranks = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    found: dict[str, float] = {}
-    for mesh in MESHES[ranks]:
-        replicate, shard, cp = map(int, mesh.split("x"))
-        shape = MeshShape(dp_replicate=replicate, dp_shard=shard, cp=cp)
-        found |= all_cases(mesh, make_world(shape, torch.device("cpu")), lean=False)
-    if not dist.get_rank():
-        print(json.dumps(found))
-    dist.destroy_process_group()
+    lean = partial(all_cases, lean=True)
+    write_cases(f"1x{SHARDS}x1", lean, rank=rank, meeting=meeting, results=results)
 
 
 if __name__ == "__main__":
-    main()
+    print_cases(MESHES, partial(all_cases, lean=False))

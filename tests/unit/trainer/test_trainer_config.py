@@ -105,7 +105,10 @@ TEACHER = "--teacher-path=there --objective.teacher-coef=1"
         ("--evaluation.every-steps=5", "evaluation.every_steps = 5 .*without evaluation.tasks"),
         ("--evaluation.at-start", "evaluation.at_start = True .*without evaluation.tasks"),
         ("--publish-from=ranks --ranks=2", "publish_from = ranks .*mesh.dp_shard = 1"),
-        ("--ranks=2 --mesh.tp=2 --lora.rank=4", "lora.rank = 4 .*mesh.tp = 2: .*mesh.dp_shard"),
+        (
+            "--ranks=2 --mesh.tp=2 --lora.rank=4 --lora.dropout=0.1",
+            "lora.dropout = 0.1 .*mesh.tp = 2: .*mesh.dp_shard",
+        ),
         ("--ranks=2 --mesh.tp=2 --mtp.heads=1", "mtp.heads = 1 .*mesh.tp = 2: .*mesh.dp_shard"),
         ("--ranks=2 --mesh.tp=2 --optimizer.name=muon", "optimizer.name = muon .*mesh.tp = 2"),
         ("--ranks=4 --mesh.tp=3", "mesh.tp = 3 is not allowed with 4 ranks: the mesh has 3"),

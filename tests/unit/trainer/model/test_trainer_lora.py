@@ -26,7 +26,7 @@ from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.model.full_weights import load_model
 from services.trainer.published.publisher import Snapshot
-from tests.support.rl.models import make_sample
+from tests.support.rl.models import make_sample, tiny_model
 from tests.support.trainer.learners import started_learner
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -185,3 +185,32 @@ def test_impossible_lora_targets_are_one_line(
     """With the setting and its value."""
     with pytest.raises(ConfigError, match=f"lora.targets = \\['{target}'\\]"):
         learner(model_path, tmp_path, lora=replace(LORA, targets=(target,)))
+
+
+def test_adapters_of_a_mixture_of_experts_are_of_its_linear_layers(tmp_path: Path) -> None:
+    """PEFT would put some on stacked experts and routers; its own merge of the checkpoint equals
+    the published weights."""
+    path = tmp_path / "model"
+    tiny_model("qwen3_moe", torch.float32).save_pretrained(path)
+    actor = learner(path, tmp_path, lora=replace(LORA, targets=("all-linear",)))
+    for _ in range(2):
+        assert step(actor).skipped == ""
+    checkpoint = actor._checkpoints.save(
+        actor.receive(Capture()).write, step=2, weight_version=3, history=History()
+    )
+    base = AutoModelForCausalLM.from_pretrained(path)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, checkpoint / "adapter").merge_and_unload().state_dict()
+    published = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert all(torch.equal(published[name], merged[name]) for name in before)
+    changed = {name for name in before if not torch.equal(published[name], before[name])}
+    attention = [f"self_attn.{one}_proj.weight" for one in "qkvo"]
+    assert changed == {f"model.layers.{layer}.{one}" for layer in range(2) for one in attention}
+
+
+def test_adapters_of_experts_are_refused_in_one_line(tmp_path: Path) -> None:
+    """It names what can have some."""
+    path = tmp_path / "model"
+    tiny_model("qwen3_moe", torch.float32).save_pretrained(path)
+    with pytest.raises(ConfigError, match=r"down_proj of its experts .*of this model are q_proj"):
+        learner(path, tmp_path, lora=LORA)
