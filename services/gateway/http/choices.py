@@ -1,4 +1,4 @@
-"""The events of several choices of one streamed answer, as they arrive."""
+"""The choices of one answer: complete, or as events in the order of their arrival."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.edge import Ending
+from services.gateway.sessions import Session
+from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn
 
 MAX_QUEUED_EVENTS = 64
@@ -23,6 +26,16 @@ class Choice(ABC):
     @abstractmethod
     def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the events of the choice."""
+
+
+async def finish_all(turns: Turns, session: Session, requests: Sequence[TurnRequest]) -> list[Turn]:
+    """Runs the turns of all choices; the first error ends all of them."""
+    if len(requests) == 1:
+        # A failed TaskGroup and its error keep the request until the next garbage collection.
+        return [await turns.finish_turn(session, requests[0])]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(turns.finish_turn(session, one)) for one in requests]
+    return [task.result() for task in tasks]
 
 
 async def merged(

@@ -8,8 +8,9 @@ import msgspec
 from aiohttp import web
 
 from forge.core.errors import InvalidArgument
+from services.gateway.conversation.agent_time import Moment
 from services.gateway.http.edge import Edge
-from services.gateway.http.forward import external_of, forward
+from services.gateway.http.forward import ModelRequest, external_of, forward
 from services.gateway.http.request_fields import request_body
 
 
@@ -31,7 +32,7 @@ class Embeddings:
         router.add_post(f"{prefix}/v1/embeddings", self._create)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        edge = self._edge
+        arrived, edge = Moment.now(), self._edge
         claims = edge.claims(request)
         body = await edge.read_body(request)
         asked = request_body.decode(body, EmbeddingsRequest)
@@ -42,4 +43,5 @@ class Embeddings:
                 f"model {asked.model[:100]!r} has no embeddings here; models of kind embeddings "
                 "in the gateway's settings have"
             )
-        return await forward(edge, request, api, body, claims=claims, path="/v1/embeddings")
+        call = ModelRequest(http=request, claims=claims, body=body, arrived=arrived)
+        return await forward(edge, call, api, "/v1/embeddings")

@@ -7,7 +7,8 @@ of its protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -22,6 +23,20 @@ from services.gateway.http.errors import failure_headers, public_error
 from services.gateway.http.relay import Relay, is_stream
 
 ErrorEvent = Callable[[ForgeError], bytes]
+
+
+def _no_event(error: ForgeError) -> bytes:
+    return b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """A request that names a model, with the claims of its token."""
+
+    http: web.Request
+    claims: Claims
+    body: bytes
+    arrived: Moment
 
 
 class _Named(msgspec.Struct):
@@ -41,28 +56,48 @@ def external_of(edge: Edge, claims: Claims, body: bytes) -> ExternalApi | None:
     return found if isinstance(found, ExternalApi) else None
 
 
+def served_or_forwarded(
+    edge: Edge,
+    path: str,
+    serve: Callable[[ModelRequest], Awaitable[web.StreamResponse]],
+    *,
+    error_events: Callable[[web.Request], ErrorEvent] = lambda _: _no_event,
+    recorded: bool = True,
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Returns the handler of a path: it passes requests for external APIs through, and gives the
+    others to `serve`. `recorded`: the answer is a turn."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        arrived, claims = Moment.now(), edge.claims(request)
+        body = await edge.read_body(request)
+        call = ModelRequest(http=request, claims=claims, body=body, arrived=arrived)
+        if (api := external_of(edge, claims, body)) is None:
+            return await serve(call)
+        error_event = error_events(request)
+        return await forward(edge, call, api, path, error_event=error_event, recorded=recorded)
+
+    return handle
+
+
 async def forward(
     edge: Edge,
-    request: web.Request,
+    call: ModelRequest,
     api: ExternalApi,
-    body: bytes,
-    *,
-    claims: Claims,
     path: str,
-    error_event: ErrorEvent = lambda error: b"",
+    *,
+    error_event: ErrorEvent = _no_event,
     recorded: bool = True,
 ) -> web.StreamResponse:
     """Passes one request through. `recorded`: its answer is a turn. Raises the errors of
     `ExternalApi.post`, `InvalidArgument` for a path that the API does not have."""
-    arrived = Moment.now()
     api.target(path)
-    async with edge.sessions.use_session(claims) as session:
+    async with edge.sessions.use_session(call.claims) as session:
         with edge.sessions.count_call(session), api.admit():
-            relay = Relay(session, api, body, path=path, arrived=arrived)
+            relay = Relay(session, api, call.body, path=path, arrived=call.arrived)
             if recorded:
                 await relay.begin()
             try:
-                return await _answer(request, relay, error_event)
+                return await _answer(call.http, relay, error_event)
             except ApiRejected as error:
                 return _rejection(error)
             finally:

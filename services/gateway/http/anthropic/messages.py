@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
@@ -25,7 +24,7 @@ from services.gateway.http.anthropic.history import messages_of, prefill_of
 from services.gateway.http.anthropic.schema import Shown
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
-from services.gateway.http.forward import external_of, forward
+from services.gateway.http.forward import ErrorEvent, ModelRequest, served_or_forwarded
 from services.gateway.http.message_parts.arguments import input_json
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.sessions import Session
@@ -49,24 +48,16 @@ class AnthropicMessages:
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """As `Endpoints.add_routes`."""
-        router.add_post(f"{prefix}/v1/messages", self._create)
-        router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
+        edge, path = self._edge, "/v1/messages"
+        create = served_or_forwarded(edge, path, self._create, error_events=_error_event)
+        router.add_post(f"{prefix}{path}", create)
+        path = "/v1/messages/count_tokens"
+        count = served_or_forwarded(edge, path, self._count, recorded=False)
+        router.add_post(f"{prefix}{path}", count)
 
-    async def _create(self, request: web.Request) -> web.StreamResponse:
-        arrived = Moment.now()
-        edge = self._edge
-        claims = edge.claims(request)
-        body = await edge.read_body(request)
-
-        def error_event(error: ForgeError) -> bytes:
-            return typed_sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
-
-        if (api := external_of(edge, claims, body)) is not None:
-            path = "/v1/messages"
-            return await forward(
-                edge, request, api, body, claims=claims, path=path, error_event=error_event
-            )
-        asked, headers = decode_request(body, schema.MessagesRequest, schema.FIELDS)
+    async def _create(self, request: ModelRequest) -> web.StreamResponse:
+        edge, claims = self._edge, request.claims
+        asked, headers = decode_request(request.body, schema.MessagesRequest, schema.FIELDS)
         turns = edge.models.turns(claims, asked.model)
         sampling = schema.sampling_of(asked)
         sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.grammar_of(asked)))
@@ -76,7 +67,7 @@ class AnthropicMessages:
             sampling=sampling,
             stop=schema.stops_of(asked),
             stream=bool(asked.stream),
-            arrived=arrived,
+            arrived=request.arrived,
             headers=headers,
         )
         async with edge.sessions.use_session(claims) as session:
@@ -89,22 +80,21 @@ class AnthropicMessages:
             )
             if not turn.stream:
                 return json_response(await answer.complete(), headers=turn.headers)
-
             return await stream_events(
-                request, answer.events(), error_event=error_event, headers=turn.headers
+                request.http,
+                answer.events(),
+                error_event=_error_event(request.http),
+                headers=turn.headers,
             )
 
-    async def _count(self, request: web.Request) -> web.StreamResponse:
-        edge = self._edge
-        claims = edge.claims(request)
-        body = await edge.read_body(request)
-        if (api := external_of(edge, claims, body)) is not None:
-            path = "/v1/messages/count_tokens"
-            return await forward(edge, request, api, body, claims=claims, path=path, recorded=False)
-        asked, headers = decode_request(body, schema.CountTokensRequest, schema.COUNT_FIELDS)
+    async def _count(self, request: ModelRequest) -> web.StreamResponse:
+        edge, claims = self._edge, request.claims
+        asked, headers = decode_request(
+            request.body, schema.CountTokensRequest, schema.COUNT_FIELDS
+        )
         turns = edge.models.turns(claims, asked.model)
         sampling = common_pb2.SamplingParams()
-        turn = self._turn(asked, turns, arrived=Moment.now(), sampling=sampling, headers=headers)
+        turn = self._turn(asked, turns, arrived=request.arrived, sampling=sampling, headers=headers)
         async with edge.sessions.use_session(claims) as session:
             tokens = await turns.count_prompt_tokens(session, turn)
             return json_response({"input_tokens": tokens}, headers=headers)
@@ -298,6 +288,10 @@ def ending(turn: Turn, context_tokens: int) -> dict[str, Any]:
     else:
         reason = "tool_use" if turn.message.tool_calls else "end_turn"
     return {"stop_reason": reason, "stop_sequence": stop_sequence}
+
+
+def _error_event(request: web.Request) -> ErrorEvent:
+    return lambda error: typed_sse(anthropic_error(Failure.of(error), request[REQUEST_ID]))
 
 
 def _thinking(text: str, signature: str) -> dict[str, Any]:

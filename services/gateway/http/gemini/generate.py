@@ -5,7 +5,6 @@ Owns the encoding of answers; `history` decodes them when the agent sends them b
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -22,10 +21,10 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.external.api import ExternalApi
-from services.gateway.http.choices import Choice, merged
+from services.gateway.http.choices import Choice, finish_all, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, google_error
-from services.gateway.http.forward import forward
+from services.gateway.http.forward import ModelRequest, forward
 from services.gateway.http.gemini import schema
 from services.gateway.http.gemini.history import messages_of, prefill_of
 from services.gateway.http.message_parts.arguments import input_json
@@ -72,7 +71,7 @@ class Gemini:
                 return await stream_events(
                     request,
                     _without_comments(answer.events(session, turn)),
-                    error_event=lambda error: sse(google_error(Failure.of(error))),
+                    error_event=_error_event,
                     headers=headers,
                 )
             headers["Content-Type"] = "application/json"
@@ -109,15 +108,11 @@ class Gemini:
     ) -> web.StreamResponse:
         path = f"/v1beta/models/MODEL:{method}"
         api.target(path)
+        arrived, claims = Moment.now(), self._edge.claims(request)
+        body = await self._edge.read_body(request)
+        call = ModelRequest(http=request, claims=claims, body=body, arrived=arrived)
         return await forward(
-            self._edge,
-            request,
-            api,
-            await self._edge.read_body(request),
-            claims=self._edge.claims(request),
-            path=path,
-            error_event=lambda error: sse(google_error(Failure.of(error))),
-            recorded=recorded,
+            self._edge, call, api, path, error_event=_error_event, recorded=recorded
         )
 
     async def _asked(
@@ -185,12 +180,7 @@ class Answer:
 
     async def complete(self, session: Session, request: TurnRequest) -> Json:
         """Returns the response object."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.turns.finish_turn(session, request))
-                for _ in range(self.candidates)
-            ]
-        turns = [task.result() for task in tasks]
+        turns = await finish_all(self.turns, session, [request] * self.candidates)
         candidates = [
             self.candidate(index, self._parts(turn)) | self.end_of(turn)
             for index, turn in enumerate(turns)
@@ -299,6 +289,10 @@ async def _array(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, N
             yield before + event.removeprefix(b"data: ").rstrip()
             before = b",\n"
         yield b"]"
+
+
+def _error_event(error: ForgeError) -> bytes:
+    return sse(google_error(Failure.of(error)))
 
 
 def _last_error(error: ForgeError) -> bytes:

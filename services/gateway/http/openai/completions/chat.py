@@ -19,9 +19,9 @@ from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
-from services.gateway.http.choices import Choice, merged
+from services.gateway.http.choices import Choice, finish_all, merged
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
-from services.gateway.http.forward import external_of, forward
+from services.gateway.http.forward import ModelRequest, served_or_forwarded
 from services.gateway.http.openai.completions import chat_schema
 from services.gateway.http.openai.completions.completion_object import (
     CompletionObject,
@@ -44,21 +44,17 @@ class ChatCompletions:
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """As `Endpoints.add_routes`."""
-        router.add_post(f"{prefix}/v1/chat/completions", self._create)
+        path = "/v1/chat/completions"
+        handler = served_or_forwarded(
+            self._edge, path, self._create, error_events=lambda _: error_event
+        )
+        router.add_post(f"{prefix}{path}", handler)
 
-    async def _create(self, request: web.Request) -> web.StreamResponse:
-        arrived = Moment.now()
-        edge = self._edge
-        claims = edge.claims(request)
-        body = await edge.read_body(request)
-        if (api := external_of(edge, claims, body)) is not None:
-            path = "/v1/chat/completions"
-            return await forward(
-                edge, request, api, body, claims=claims, path=path, error_event=error_event
-            )
-        asked, headers = decode_request(body, chat_schema.ChatCompletionRequest, CHAT)
+    async def _create(self, request: ModelRequest) -> web.StreamResponse:
+        edge, claims = self._edge, request.claims
+        asked, headers = decode_request(request.body, chat_schema.ChatCompletionRequest, CHAT)
         turns = edge.models.turns(claims, asked.model)
-        turn = await self._turn_request(asked, headers, turns.model, arrived)
+        turn = await self._turn_request(asked, headers, turns.model, request.arrived)
         choices = chat_schema.choices_of(asked)
         async with edge.sessions.use_session(claims) as session:
             completion = Completion(
@@ -71,12 +67,12 @@ class ChatCompletions:
                 echo=bool(asked.echo),
                 token_ids=bool(asked.return_token_ids),
                 ids_as_text=bool(asked.return_tokens_as_token_ids),
-                include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
+                include_usage=asked.includes_usage,
             )
             if turn.stream:
                 # OpenAI's clients expect an error event.
                 return await stream_events(
-                    request, completion.events(), error_event=error_event, headers=turn.headers
+                    request.http, completion.events(), error_event=error_event, headers=turn.headers
                 )
             return json_response(await completion.complete(), headers=turn.headers)
 
@@ -131,7 +127,7 @@ class Completion(CompletionObject):
 
     async def complete(self) -> dict[str, Any]:
         """Returns the completion object."""
-        turns = await self.finished([self.request] * self.choices)
+        turns = await finish_all(self.turns, self.session, [self.request] * self.choices)
         choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
         return self.complete_object(choices, turns) | self.prompt_ids(turns[0].prompt_ids)
 

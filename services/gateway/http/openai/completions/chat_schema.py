@@ -21,11 +21,11 @@ from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
 from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
 from services.gateway.http.message_parts.prefill import split_prefill
-from services.gateway.http.openai.completions.guided import Guided, guided_grammar_of
+from services.gateway.http.openai.completions.completion_fields import CompletionFields
+from services.gateway.http.openai.completions.guided import guided_grammar_of
 from services.gateway.http.openai.content import Part, content_of
 from services.gateway.http.request_fields.parameters import add_ignored
 from services.gateway.http.request_fields.request_body import (
-    sampling_params,
     tool_to_call,
     top_logprobs_of,
     within,
@@ -92,47 +92,26 @@ class ResponseFormat(msgspec.Struct):
     json_schema: AnswerSchema | None = None
 
 
-class StreamOptions(msgspec.Struct):
-    """`stream_options`."""
-
-    include_usage: bool | None = None
-
-
-class ChatCompletionRequest(Guided, kw_only=True):
+class ChatCompletionRequest(CompletionFields, kw_only=True):
     """The used fields of a request."""
 
-    model: str
     messages: msgspec.Raw
     """An array of `ChatMessage`; `messages_of` decodes its new part."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     functions: list[Any] | None = None
     modalities: list[str] | None = None
     web_search_options: dict[str, Any] | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     """Sets the template's variable of this name, if it has one."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
 
 
 def messages_of(request: ChatCompletionRequest, images: ImagePolicy = REFUSED) -> History:
@@ -209,17 +188,7 @@ def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
-    sampling = sampling_params(
-        max_tokens=max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_tokens=request.min_tokens,
-        stop_token_ids=request.stop_token_ids,
-    )
-    request.write_reshaping(sampling)
-    if request.seed is not None:
-        sampling.seed = request.seed % 2**64
+    sampling = request.sampling(max_tokens)
     if request.top_logprobs and not request.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs: true")
     sampling.top_logprobs = top_logprobs_of(request.top_logprobs)

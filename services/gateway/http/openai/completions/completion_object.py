@@ -6,7 +6,6 @@ stream. Not here: the choices (`chat`, `completions`).
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -17,7 +16,6 @@ from typing import Any, ClassVar
 from forge.core.errors import ForgeError
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
-from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.edge import sse
 from services.gateway.http.errors import Failure, openai_error
 from services.gateway.sessions import Session
@@ -53,18 +51,6 @@ class CompletionObject(ABC):
     @abstractmethod
     def usage(self, turns: list[Turn]) -> dict[str, Any]:
         """Returns the usage of all choices."""
-
-    async def finished(self, requests: Sequence[TurnRequest]) -> list[Turn]:
-        """Runs the turns of all choices; the first error ends all of them."""
-        if len(requests) == 1:
-            # A failed TaskGroup and its error keep the request until the next garbage collection.
-            return [await self.turns.finish_turn(self.session, requests[0])]
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.turns.finish_turn(self.session, request))
-                for request in requests
-            ]
-        return [task.result() for task in tasks]
 
     def complete_object(self, choices: list[dict[str, Any]], turns: list[Turn]) -> dict[str, Any]:
         """Returns the whole answer."""

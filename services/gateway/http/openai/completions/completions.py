@@ -15,11 +15,10 @@ from aiohttp import web
 
 from forge.core.formats import TextDelta
 from forge.core.token_columns import int32_array
-from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
-from services.gateway.http.choices import Choice, merged
+from services.gateway.http.choices import Choice, finish_all, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
-from services.gateway.http.forward import external_of, forward
+from services.gateway.http.forward import ModelRequest, served_or_forwarded
 from services.gateway.http.openai.completions import completions_schema as schema
 from services.gateway.http.openai.completions.completion_object import (
     CompletionObject,
@@ -42,19 +41,15 @@ class Completions:
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """As `Endpoints.add_routes`."""
-        router.add_post(f"{prefix}/v1/completions", self._create)
+        path = "/v1/completions"
+        handler = served_or_forwarded(
+            self._edge, path, self._create, error_events=lambda _: error_event
+        )
+        router.add_post(f"{prefix}{path}", handler)
 
-    async def _create(self, request: web.Request) -> web.StreamResponse:
-        arrived = Moment.now()
-        edge = self._edge
-        claims = edge.claims(request)
-        body = await edge.read_body(request)
-        if (api := external_of(edge, claims, body)) is not None:
-            path = "/v1/completions"
-            return await forward(
-                edge, request, api, body, claims=claims, path=path, error_event=error_event
-            )
-        asked, headers = decode_request(body, schema.CompletionRequest, COMPLETIONS)
+    async def _create(self, request: ModelRequest) -> web.StreamResponse:
+        edge, claims = self._edge, request.claims
+        asked, headers = decode_request(request.body, schema.CompletionRequest, COMPLETIONS)
         turns = edge.models.turns(claims, asked.model)
         model = turns.model
         sampling, stop = await schema.sampling_of(asked), checked_stops("stop", asked.stop)
@@ -68,7 +63,7 @@ class Completions:
                 stop=stop,
                 stream=bool(asked.stream),
                 headers=headers,
-                arrived=arrived,
+                arrived=request.arrived,
             )
             for prompt in schema.prompts_of(asked)
         ]
@@ -79,13 +74,13 @@ class Completions:
                 model=asked.model,
                 requests=[one for one in prompts for _ in range(schema.answers_of(asked))],
                 prompts=len(prompts),
-                include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
+                include_usage=asked.includes_usage,
                 asked=asked,
             )
             if not asked.stream:
                 return json_response(await completion.complete(), headers=headers)
             return await stream_events(
-                request, completion.events(), error_event=error_event, headers=headers
+                request.http, completion.events(), error_event=error_event, headers=headers
             )
 
 
@@ -104,7 +99,7 @@ class Completion(CompletionObject):
 
     async def complete(self) -> dict[str, Any]:
         """Returns the completion object."""
-        turns = await self.finished(self.requests)
+        turns = await finish_all(self.turns, self.session, self.requests)
         choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
         return self.complete_object(choices, turns)
 

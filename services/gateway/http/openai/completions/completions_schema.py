@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from forge.core.errors import ContextTooLong, InvalidArgument
 from forge.core.token_columns import int32_bytes
 from forge.v1 import common_pb2
-from services.gateway.http.openai.completions.chat_schema import StreamOptions
-from services.gateway.http.openai.completions.guided import Guided, guided_grammar_of
-from services.gateway.http.request_fields.request_body import sampling_params, within
+from services.gateway.http.openai.completions.completion_fields import CompletionFields
+from services.gateway.http.openai.completions.guided import guided_grammar_of
+from services.gateway.http.request_fields.request_body import within
 from services.gateway.model.chat_model import ChatModel
 
 MAX_PROMPTS = 128
@@ -22,46 +22,21 @@ LARGE_TEXT_CHARS = 32_768
 """Longer texts are encoded on a thread."""
 
 
-class CompletionRequest(Guided, kw_only=True):
+class CompletionRequest(CompletionFields, kw_only=True):
     """The used fields of a request."""
 
-    model: str
     prompt: str | list[str | int | list[int]] = ""
     """A text, token ids, or several of either."""
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     logprobs: int | None = None
     """Number of likeliest tokens at each position."""
-    echo: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    seed: int | None = None
     add_special_tokens: bool | None = None
     """Special tokens of the tokenizer before a text, as its begin of text; true by default."""
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
 
 
 async def sampling_of(request: CompletionRequest) -> common_pb2.SamplingParams:
     """Returns the sampling parameters; raises `InvalidArgument` out of range."""
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    sampling = sampling_params(
-        max_tokens=max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_tokens=request.min_tokens,
-        stop_token_ids=request.stop_token_ids,
-    )
-    request.write_reshaping(sampling)
-    if request.seed is not None:
-        sampling.seed = request.seed % 2**64
+    sampling = request.sampling(max_tokens)
     if request.logprobs is not None:
         sampling.top_logprobs = int(within("logprobs", request.logprobs, 0, MAX_LOGPROBS))
         if request.echo:

@@ -13,12 +13,11 @@ from aiohttp import web
 
 from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.actors.messages import Forget
-from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.handles import deletion
 from services.gateway.errors import UnknownResponse
 from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
 from services.gateway.http.errors import Failure
-from services.gateway.http.forward import external_of, forward
+from services.gateway.http.forward import ModelRequest, served_or_forwarded
 from services.gateway.http.openai.fields import RESPONSES
 from services.gateway.http.openai.responses.events import Events
 from services.gateway.http.openai.responses.items import response_key
@@ -38,30 +37,26 @@ class Responses:
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """As `Endpoints.add_routes`."""
-        router.add_post(f"{prefix}/v1/responses", self._create)
+        path = "/v1/responses"
+        handler = served_or_forwarded(
+            self._edge, path, self._create, error_events=lambda _: _last_event
+        )
+        router.add_post(f"{prefix}{path}", handler)
         router.add_get(f"{prefix}/v1/responses", self._connect, allow_head=False)
         router.add_get(f"{prefix}/v1/responses/{{response}}", self._retrieve)
         router.add_delete(f"{prefix}/v1/responses/{{response}}", self._delete)
 
-    async def _create(self, request: web.Request) -> web.StreamResponse:
-        arrived = Moment.now()
-        edge = self._edge
-        claims = edge.claims(request)
-        body = await edge.read_body(request)
-        if (api := external_of(edge, claims, body)) is not None:
-            path = "/v1/responses"
-            return await forward(
-                edge, request, api, body, claims=claims, path=path, error_event=_last_event
-            )
-        asked, headers = decode_request(body, ResponsesRequest, RESPONSES)
-        draft = await draft_of(asked, edge, claims, arrived, headers)
+    async def _create(self, request: ModelRequest) -> web.StreamResponse:
+        edge, claims = self._edge, request.claims
+        asked, headers = decode_request(request.body, ResponsesRequest, RESPONSES)
+        draft = await draft_of(asked, edge, claims, request.arrived, headers)
         async with edge.sessions.use_session(claims) as session:
             response = await draft.response(edge, session)
             if not draft.turn.stream:
                 return json_response(await response.complete(), headers=headers)
             events = Events(draft.head)
             return await stream_events(
-                request,
+                request.http,
                 _sent(response, events),
                 error_event=lambda error: b"".join(map(typed_sse, failure_events(events, error))),
                 headers=headers,
