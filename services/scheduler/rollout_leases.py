@@ -13,11 +13,11 @@ from forge.core.tasks.template_kwargs import kwargs_json, merged
 from forge.runtime.security.tokens import Claims, Keyring, new_token_id
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.state import messages as m
+from services.scheduler.state.messages.rollouts import Grant
 
 
 def rollout_lease(
-    grant: m.Grant, config: SchedulerConfig, keyring: Keyring
+    grant: Grant, config: SchedulerConfig, keyring: Keyring
 ) -> scheduler_pb2.RolloutLease:
     """Return the lease of a granted rollout."""
     claims = Claims(

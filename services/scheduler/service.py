@@ -26,10 +26,27 @@ from services.scheduler.groups.group_listing import list_groups
 from services.scheduler.groups.group_look_up import ask_with_look_up
 from services.scheduler.leadership.term import LeaderContext, Term
 from services.scheduler.rollout_leases import rollout_lease
-from services.scheduler.state import messages as m
-from services.scheduler.state import removal_messages as r
 from services.scheduler.state.draining_runners import IsDraining, SetRunnerDraining
-from services.scheduler.state.queue_positions import GetQueue
+from services.scheduler.state.messages.batches import (
+    ApplyRelease,
+    CommitBatch,
+    ReleaseBatch,
+    RenewBatch,
+    Rewind,
+    TakeBatch,
+)
+from services.scheduler.state.messages.groups import DropGroups, Submit
+from services.scheduler.state.messages.removals import DeclareShardLost, RetireShard
+from services.scheduler.state.messages.rollouts import (
+    DismissRunner,
+    LeaseRollouts,
+    LocateRollouts,
+    RenewRollouts,
+    Report,
+    SettleRollouts,
+)
+from services.scheduler.state.messages.term import GetStatus, SetActivity
+from services.scheduler.state.queries.queue_positions import GetQueue
 
 FULL_NAME = "forge.v1.SchedulerService"
 SCOPES = {
@@ -95,7 +112,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Accept tasks; durable on return."""
         leader = await self._lead(context)
         tasks = validation.check_tasks(request.tasks, max_group_size=self._config.max_group_size)
-        accepted = await leader.submissions.ask(m.Submit(tasks=tasks), timeout_s=WRITE_S)
+        accepted = await leader.submissions.ask(Submit(tasks=tasks), timeout_s=WRITE_S)
         return scheduler_pb2.SubmitTasksResponse(accepted=accepted)
 
     async def LeaseRollouts(
@@ -105,9 +122,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         leader = await self._lead(context)
         runner_id = validation.check_id("runner_id", request.runner_id)
         if request.leaving:
-            await leader.queue.ask(m.DismissRunner(runner_id=runner_id), timeout_s=ASK_S)
+            await leader.queue.ask(DismissRunner(runner_id=runner_id), timeout_s=ASK_S)
             return scheduler_pb2.LeaseRolloutsResponse()
-        ask = m.LeaseRollouts(
+        ask = LeaseRollouts(
             runner_id=runner_id,
             max_rollouts=validation.check_count(
                 "max_rollouts", request.max_rollouts, most=validation.MAX_ROLLOUTS
@@ -137,7 +154,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.RenewRolloutsResponse:
         """Extend leases of rollouts."""
         leader = await self._lead(context)
-        ask = m.RenewRollouts(lease_ids=request.lease_ids, runner_id=request.runner_id)
+        ask = RenewRollouts(lease_ids=request.lease_ids, runner_id=request.runner_id)
         lost = await leader.queue.ask(ask, timeout_s=ASK_S)
         return scheduler_pb2.RenewRolloutsResponse(lost=lost)
 
@@ -147,12 +164,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Settle attempts by what the pool has of them."""
         leader = await self._lead(context)
         ids = [validation.check_result(result, n) for n, result in enumerate(request.outcomes)]
-        locate = m.LocateRollouts(trajectory_ids=ids)
+        locate = LocateRollouts(trajectory_ids=ids)
         by_shard = await ask_with_look_up(leader.queue, leader.shards, locate, timeout_s=ASK_S)
         # The pool is authoritative: a sealed rollout is complete, also if its runner failed.
         summaries = await leader.shards.summaries(by_shard)
         reports = [
-            m.Report(
+            Report(
                 trajectory_id=result.trajectory_id,
                 error=result.error,
                 permanent=result.permanent,
@@ -161,7 +178,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
             for result in request.outcomes
         ]
-        await leader.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+        await leader.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
         return scheduler_pb2.FinishRolloutsResponse()
 
     async def LeaseBatch(
@@ -170,7 +187,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Lease a batch to a trainer, after a long poll."""
         leader = await self._lead(context)
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
-        ask = m.TakeBatch(
+        ask = TakeBatch(
             trainer_id=validation.check_id("trainer_id", request.trainer_id),
             max_groups=validation.check_count(
                 "max_groups",
@@ -189,11 +206,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             groups = await with_summaries(leader.shards, batch.groups)
         except Unavailable:
             # The shard has just become unreachable: the next call chooses without it.
-            await leader.queue.ask(m.ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
+            await leader.queue.ask(ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
             raise
         lost = lost_trajectories(batch.groups, groups)
         if lost:
-            release = m.ReleaseBatch(batch_id=batch.batch_id, reasons=lost)
+            release = ReleaseBatch(batch_id=batch.batch_id, reasons=lost)
             await leader.commits.ask(release, timeout_s=WRITE_S)
             return scheduler_pb2.LeaseBatchResponse()
         return fitting(
@@ -207,7 +224,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.RenewBatchResponse:
         """Extend the lease of a batch."""
         leader = await self._lead(context)
-        await leader.queue.ask(m.RenewBatch(batch_id=request.batch_id), timeout_s=ASK_S)
+        await leader.queue.ask(RenewBatch(batch_id=request.batch_id), timeout_s=ASK_S)
         return scheduler_pb2.RenewBatchResponse()
 
     async def CommitBatch(
@@ -215,7 +232,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.CommitBatchResponse:
         """Commit a batch; durable on return."""
         leader = await self._lead(context)
-        ask = m.CommitBatch(
+        ask = CommitBatch(
             batch_id=validation.check_id("batch_id", request.batch_id),
             step=validation.check_step(request.step),
             task_ids=request.task_ids,
@@ -228,7 +245,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.ReleaseBatchResponse:
         """Return a batch, and tombstone groups with a reason."""
         leader = await self._lead(context)
-        ask = m.ReleaseBatch(
+        ask = ReleaseBatch(
             batch_id=validation.check_id("batch_id", request.batch_id),
             reasons=dict.fromkeys(request.task_ids, request.reason) if request.reason else {},
             reason=request.reason,
@@ -242,7 +259,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Undo later steps; durable on return."""
         leader = await self._lead(context)
         groups = await leader.commits.ask(
-            m.Rewind(step=request.step, fence=request.fence), timeout_s=WRITE_S
+            Rewind(step=request.step, fence=request.fence), timeout_s=WRITE_S
         )
         return scheduler_pb2.RewindResponse(groups=groups)
 
@@ -251,7 +268,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.SetActivityResponse:
         """Pause, drain or resume the queue."""
         leader = await self._lead(context)
-        ask = m.SetActivity(activity=validation.check_activity(request.activity))
+        ask = SetActivity(activity=validation.check_activity(request.activity))
         await leader.commits.ask(ask, timeout_s=WRITE_S)
         return scheduler_pb2.SetActivityResponse()
 
@@ -278,7 +295,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Tombstone pending groups; durable on return."""
         leader = await self._lead(context)
         checked = validation.check_drop(request)
-        ask = m.DropGroups(
+        ask = DropGroups(
             task_ids=tuple(dict.fromkeys(checked.task_ids)),
             domain=checked.domain,
             scaffold=checked.scaffold,
@@ -293,7 +310,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Retire a pool shard, or report the progress."""
         leader = await self._lead(context)
         shard = validation.check_id("pool_shard", request.pool_shard)
-        ask = r.RetireShard(shard=shard, cancel=request.cancel)
+        ask = RetireShard(shard=shard, cancel=request.cancel)
         answer: scheduler_pb2.RetireShardResponse = await leader.removals.ask(
             ask, timeout_s=WRITE_S
         )
@@ -309,7 +326,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             return scheduler_pb2.DeclareShardLostResponse()
         leader = await self._lead(context)
         answer: scheduler_pb2.DeclareShardLostResponse = await leader.removals.ask(
-            r.DeclareShardLost(shard=shard), timeout_s=LOSE_S
+            DeclareShardLost(shard=shard), timeout_s=LOSE_S
         )
         return answer
 
@@ -319,7 +336,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """The state of the queue."""
         leader = await self._lead(context)
         status: scheduler_pb2.GetSchedulerStatusResponse = await leader.queue.ask(
-            m.GetStatus(with_tombstones=request.with_tombstones), timeout_s=ASK_S
+            GetStatus(with_tombstones=request.with_tombstones), timeout_s=ASK_S
         )
         status.retirements.extend(leader.members.progress.values())
         return status

@@ -17,13 +17,28 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler.groups.group_look_up import ask_with_look_up
 from services.scheduler.shards.pool_shards import Change, PoolShards
-from services.scheduler.state import messages as m
 from services.scheduler.state.draining_runners import (
     ApplyDrains,
     CountLeases,
     SetRunnerDraining,
     changed_drains,
 )
+from services.scheduler.state.messages.batches import (
+    ApplyCommit,
+    ApplyRelease,
+    ApplyRewind,
+    CommitBatch,
+    FindForgotten,
+    PrepareCommit,
+    PrepareRelease,
+    PrepareRewind,
+    RecallGroups,
+    ReleaseBatch,
+    Rewind,
+    RewindPlan,
+)
+from services.scheduler.state.messages.groups import DropGroups
+from services.scheduler.state.messages.term import NoteHead, SetActivity
 from services.scheduler.state.stored_group import StoredGroup, stored_group
 from services.scheduler.term_record import OwnRecord
 
@@ -46,23 +61,23 @@ class CommitActor(Actor):
         """Handles CommitBatch, ReleaseBatch, DropGroups, Rewind, NoteHead, SetActivity and
         SetRunnerDraining."""
         match message:
-            case m.CommitBatch():
+            case CommitBatch():
                 return await self._commit(message)
-            case m.ReleaseBatch():
+            case ReleaseBatch():
                 return await self._release(message)
-            case m.Rewind(step=step, fence=fence):
+            case Rewind(step=step, fence=fence):
                 if fence:
                     await self._record.raise_trainer_fence(fence)
                 return await self._rewind(step)
-            case m.NoteHead():
+            case NoteHead():
                 head: int = await self._queue.ask(message, timeout_s=ASK_S)
                 if head != self._noted_head:
                     await self._record.amend(head=head)
                     self._noted_head = head
                 return None
-            case m.DropGroups():
+            case DropGroups():
                 return await self._drop(message)
-            case m.SetActivity(activity=activity):
+            case SetActivity(activity=activity):
                 await self._record.amend(activity=activity)
                 log.info("activity_set", activity=activity.value)
                 return await self._queue.ask(message, timeout_s=ASK_S)
@@ -87,8 +102,8 @@ class CommitActor(Actor):
         )
         return leases
 
-    async def _commit(self, request: m.CommitBatch) -> None:
-        prepare = m.PrepareCommit(
+    async def _commit(self, request: CommitBatch) -> None:
+        prepare = PrepareCommit(
             batch_id=request.batch_id, step=request.step, task_ids=request.task_ids
         )
         trained = common_pb2.GROUP_STATE_TRAINED
@@ -97,14 +112,14 @@ class CommitActor(Actor):
             return
         of_batch = partial(Change, state=trained, batch_id=request.batch_id, step=request.step)
         await self._shards.set_states(_changes(groups, of_batch))
-        apply = m.ApplyCommit(batch_id=request.batch_id, step=request.step)
+        apply = ApplyCommit(batch_id=request.batch_id, step=request.step)
         await self._queue.ask(apply, timeout_s=ASK_S)
         log.info("batch_committed", batch_id=request.batch_id, step=request.step)
 
-    async def _release(self, request: m.ReleaseBatch) -> None:
+    async def _release(self, request: ReleaseBatch) -> None:
         reasons: dict[str, str] = {}
         if request.reason or request.reasons:
-            prepare = m.PrepareRelease(batch_id=request.batch_id)
+            prepare = PrepareRelease(batch_id=request.batch_id)
             groups: Mapping[str, Sequence[str]] = await self._queue.ask(prepare, timeout_s=ASK_S)
             task_ids = [task_id for ids in groups.values() for task_id in ids]
             by_task = request.reasons or dict.fromkeys(task_ids, request.reason)
@@ -117,24 +132,24 @@ class CommitActor(Actor):
             for change in chain.from_iterable(changes.values()):
                 change.reason = reasons[change.task_id]
             await self._shards.set_states(changes)
-        apply = m.ApplyRelease(batch_id=request.batch_id, reasons=reasons)
+        apply = ApplyRelease(batch_id=request.batch_id, reasons=reasons)
         await self._queue.ask(apply, timeout_s=ASK_S)
 
-    async def _drop(self, request: m.DropGroups) -> int:
+    async def _drop(self, request: DropGroups) -> int:
         groups: dict[str, list[str]] = await self._queue.ask(request, timeout_s=ASK_S)
         state = common_pb2.GROUP_STATE_TOMBSTONED
         tombstone = partial(Change, state=state, reason=request.reason)
         await self._shards.set_states(_changes(groups, tombstone))
         task_ids = tuple(chain.from_iterable(groups.values()))
         await self._queue.ask(
-            m.DropGroups(task_ids=task_ids, reason=request.reason, stored=True), timeout_s=ASK_S
+            DropGroups(task_ids=task_ids, reason=request.reason, stored=True), timeout_s=ASK_S
         )
         log.info("groups_dropped", groups=len(task_ids), reason=request.reason)
         return len(task_ids)
 
     async def _recall(self, step: int) -> None:
         """Read groups that were trained after a step and are not in memory back into the queue."""
-        shards = await self._queue.ask(m.FindForgotten(step=step), timeout_s=ASK_S)
+        shards = await self._queue.ask(FindForgotten(step=step), timeout_s=ASK_S)
         groups: list[StoredGroup] = []
         for shard in sorted(shards):
             async for response in self._shards.scan_settled(shard, trained_after=step):
@@ -143,11 +158,11 @@ class CommitActor(Actor):
                     groups.append(stored_group(response, counted=True))
         if shards:
             log.info("groups_recalled", step=step, groups=len(groups))
-            await self._queue.ask(m.RecallGroups(groups=groups, step=step), timeout_s=ASK_S)
+            await self._queue.ask(RecallGroups(groups=groups, step=step), timeout_s=ASK_S)
 
     async def _rewind(self, step: int) -> int:
         await self._recall(step)
-        plan: m.RewindPlan = await self._queue.ask(m.PrepareRewind(step=step), timeout_s=ASK_S)
+        plan: RewindPlan = await self._queue.ask(PrepareRewind(step=step), timeout_s=ASK_S)
         # The record first: a new leader that takes over between the two writes must refuse steps of
         # the replaced trainer.
         self._noted_head = plan.head
@@ -156,10 +171,10 @@ class CommitActor(Actor):
         freed = await self._shards.set_states(
             _changes(plan.groups, pending), tombstone_freed=step == 0
         )
-        undone: int = await self._queue.ask(m.ApplyRewind(step=step), timeout_s=ASK_S)
+        undone: int = await self._queue.ask(ApplyRewind(step=step), timeout_s=ASK_S)
         if freed:
             # The pool has their tombstones; a run that starts over has nothing of theirs to read.
-            drop = m.DropGroups(task_ids=freed, reason=FREED, stored=True)
+            drop = DropGroups(task_ids=freed, reason=FREED, stored=True)
             await self._queue.ask(drop, timeout_s=ASK_S)
             log.warning("freed_groups_tombstoned", groups=len(freed))
         log.info("rewound", step=step, groups=undone)

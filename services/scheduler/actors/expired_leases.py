@@ -16,7 +16,7 @@ from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from services.scheduler.shards.pool_shards import PoolShards
-from services.scheduler.state.messages import CheckExpired, Report, SettleRollouts
+from services.scheduler.state.messages.rollouts import CheckExpired, Report, SettleRollouts
 
 
 class ExpiredLeaseActor(Actor):

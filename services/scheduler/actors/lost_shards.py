@@ -23,8 +23,8 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.shards.pool_shards import Change, PoolShards
 from services.scheduler.shards.shard_membership import ShardMembership
-from services.scheduler.state.messages import DropGroups
-from services.scheduler.state.removal_messages import GroupsMoved, GroupsOn, OnShard, RemoveShard
+from services.scheduler.state.messages.groups import DropGroups
+from services.scheduler.state.messages.removals import GroupsMoved, GroupsOn, OnShard, RemoveShard
 from services.scheduler.state.stored_group import PHASES
 from services.scheduler.term_record import Move, OwnRecord
 

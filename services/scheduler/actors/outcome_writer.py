@@ -13,7 +13,7 @@ from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import Actor
 from forge.runtime.telemetry import log
 from services.scheduler.shards.pool_shards import Change, PoolShards
-from services.scheduler.state.messages import StoreFinalStates
+from services.scheduler.state.messages.groups import StoreFinalStates
 
 RETRY_S = 2.0
 LAST_WRITES_S = 1.0

@@ -22,8 +22,6 @@ from services.scheduler import metrics
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.long_polls import LongPolls
 from services.scheduler.shards.pool_shards import Change
-from services.scheduler.state import messages as m
-from services.scheduler.state import removal_messages as r
 from services.scheduler.state.draining_runners import (
     ApplyDrains,
     CountLeases,
@@ -31,9 +29,54 @@ from services.scheduler.state.draining_runners import (
     IsDraining,
 )
 from services.scheduler.state.erased_groups import NoteErased
-from services.scheduler.state.queue_positions import GetQueue, positions_of
-from services.scheduler.state.queue_status import status_of, tombstones_of
-from services.scheduler.state.removed_shards import movable, on_shard
+from services.scheduler.state.messages.batches import (
+    ApplyCommit,
+    ApplyRelease,
+    ApplyRewind,
+    BatchView,
+    FindForgotten,
+    PrepareCommit,
+    PrepareRelease,
+    PrepareRewind,
+    RecallGroups,
+    RenewBatch,
+    TakeBatch,
+)
+from services.scheduler.state.messages.groups import (
+    AddGroups,
+    DropGroups,
+    FindNew,
+    ListTagged,
+    RestoreGroups,
+    StoreFinalStates,
+    ViewGroups,
+)
+from services.scheduler.state.messages.removals import (
+    FindMovable,
+    GroupsMoved,
+    GroupsOn,
+    RemoveShard,
+)
+from services.scheduler.state.messages.rollouts import (
+    CheckExpired,
+    DismissRunner,
+    Grant,
+    LeaseRollouts,
+    LocateRollouts,
+    RenewRollouts,
+    SettleRollouts,
+)
+from services.scheduler.state.messages.term import (
+    Connect,
+    GetStatus,
+    NoteHead,
+    SetActivity,
+    SetAway,
+    Tick,
+)
+from services.scheduler.state.queries.queue_positions import GetQueue, positions_of
+from services.scheduler.state.queries.queue_status import status_of, tombstones_of
+from services.scheduler.state.queries.removed_shards import movable, on_shard
 from services.scheduler.state.stored_group import new_group
 from services.scheduler.state.term_state import TermState
 
@@ -59,11 +102,11 @@ class QueueActor(Actor):
         self._state = state
         self._clock = clock
         self._loop_time = loop_time
-        self._runners = LongPolls[m.LeaseRollouts, tuple[m.Grant, ...]](
+        self._runners = LongPolls[LeaseRollouts, tuple[Grant, ...]](
             self._grant, kind=lambda ask: (ask.abilities, self._is_draining(ask))
         )
-        self._trainers = LongPolls[m.TakeBatch, m.BatchView](self._take, kind=id)
-        self._peers: m.Connect | None = None
+        self._trainers = LongPolls[TakeBatch, BatchView](self._take, kind=id)
+        self._peers: Connect | None = None
         self._final_states: list[tuple[str, Change]] = []
         """With their shards; what `outcome_writer` has not accepted yet."""
         self._logged_cause = ""
@@ -76,7 +119,7 @@ class QueueActor(Actor):
 
     async def receive(self, message: Any) -> Any:
         """Handles every message of `services.scheduler.state.messages` to the queue."""
-        if isinstance(message, m.Tick):
+        if isinstance(message, Tick):
             self._clock.missed(self._loop_time() - self._tick_due_s)
         try:
             return self._handle(message)
@@ -102,39 +145,39 @@ class QueueActor(Actor):
     def _handle(self, message: Any) -> Any:  # noqa: C901
         state, now_s = self._state, self._clock()
         match message:
-            case m.LeaseRollouts(runner_id=runner_id, abilities=abilities):
+            case LeaseRollouts(runner_id=runner_id, abilities=abilities):
                 state.watch.runner_called(now_s)
                 able = None if self._is_draining(message) else abilities
                 state.watch.runner_declared(runner_id, able, now_s)
                 return self._runners.enter(message)
-            case m.DismissRunner(runner_id=runner_id):
+            case DismissRunner(runner_id=runner_id):
                 self._runners.dismiss(lambda ask: ask.runner_id == runner_id, answer=())
-            case m.TakeBatch():
+            case TakeBatch():
                 state.watch.trainer_called(now_s)
                 state.check_read(chain.from_iterable(message.held.values()))
                 return self._trainers.enter(message)
-            case m.RenewRollouts(lease_ids=ids, runner_id=runner_id):
+            case RenewRollouts(lease_ids=ids, runner_id=runner_id):
                 state.watch.runner_called(now_s)
                 return state.renew(ids, now_s=now_s, runner_id=runner_id)
-            case m.LocateRollouts(trajectory_ids=ids, looked_up=looked_up):
+            case LocateRollouts(trajectory_ids=ids, looked_up=looked_up):
                 return state.locate(ids, looked_up)
-            case m.SettleRollouts(reports=reports):
+            case SettleRollouts(reports=reports):
                 for report in reports:
                     state.settle(report, now_s=now_s)
-            case m.Tick():
+            case Tick():
                 self._tick(now_s)
-            case m.GetStatus(with_tombstones=wanted):
+            case GetStatus(with_tombstones=wanted):
                 status = status_of(state, now_s=now_s)
                 status.tombstones.extend(tombstones_of(state) if wanted else ())
                 return status
             case GetQueue():
                 return positions_of(state, message)
-            case m.ListTagged(tag=tag):
+            case ListTagged(tag=tag):
                 state.check_all_read()
                 return state.settled.tagged(tag)
-            case m.ViewGroups(task_ids=ids):
+            case ViewGroups(task_ids=ids):
                 return state.view(ids)
-            case m.Connect():
+            case Connect():
                 self._peers = message
                 state.watch.began(now_s)
             case _:
@@ -145,14 +188,14 @@ class QueueActor(Actor):
         """Messages of the other actors of the term."""
         state = self._state
         match message:
-            case m.FindNew():
+            case FindNew():
                 return state.find_new(message)
-            case m.AddGroups(records=records):
+            case AddGroups(records=records):
                 for record in records:
                     state.add_group(record, new_group(record), now_s=now_s)
-            case m.RestoreGroups():
+            case RestoreGroups():
                 state.earlier.restore_joined(message, now_s=now_s)
-            case m.SetActivity(activity=activity):
+            case SetActivity(activity=activity):
                 state.queue.set_activity(activity)
             case ApplyDrains(start_ids=start_ids):
                 self._apply_drains(start_ids)
@@ -160,23 +203,23 @@ class QueueActor(Actor):
                 return state.draining.holds(runner_id, start_id)
             case CountLeases(runner_id=runner_id):
                 return state.queue.rollouts.running_of(runner_id)
-            case m.SetAway(shards=shards, unread=unread, retiring=retiring):
+            case SetAway(shards=shards, unread=unread, retiring=retiring):
                 state.set_away(shards, unread=unread, now_s=now_s, retiring=retiring)
-            case r.FindMovable():
+            case FindMovable():
                 return movable(state, message, now_s=now_s)
-            case r.GroupsMoved(moved=moved, source=source, target=target):
+            case GroupsMoved(moved=moved, source=source, target=target):
                 state.queue.ledger.relocate(moved, source=source, target=target)
-            case r.GroupsOn(shard=shard):
+            case GroupsOn(shard=shard):
                 return on_shard(state, shard)
-            case r.RemoveShard(shard=shard):
+            case RemoveShard(shard=shard):
                 state.queue.ledger.remove_shard(shard)
-            case m.DropGroups(stored=False):
+            case DropGroups(stored=False):
                 return state.prepare_drop(message)
-            case m.DropGroups(task_ids=ids, reason=reason):
+            case DropGroups(task_ids=ids, reason=reason):
                 state.queue.rollouts.drop(ids, reason=reason)
             case NoteErased(task_ids=ids):
                 return state.erased.note(ids)
-            case m.NoteHead():
+            case NoteHead():
                 return state.queue.window.lowest_pending
             case _:
                 return self._change_batch(message, now_s)
@@ -186,30 +229,30 @@ class QueueActor(Actor):
         """Messages about batches: renewals, commits, releases and rewinds."""
         state = self._state
         match message:
-            case m.RenewBatch(batch_id=batch_id):
+            case RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)
-            case m.PrepareCommit():
+            case PrepareCommit():
                 return state.prepare_commit(message, now_s=now_s)
-            case m.ApplyCommit(batch_id=batch_id, step=step):
+            case ApplyCommit(batch_id=batch_id, step=step):
                 state.commit(batch_id, step=step, now_s=now_s)
-            case m.PrepareRelease(batch_id=batch_id):
+            case PrepareRelease(batch_id=batch_id):
                 return state.prepare_release(batch_id, now_s=now_s)
-            case m.ApplyRelease(batch_id=batch_id, reasons=reasons):
+            case ApplyRelease(batch_id=batch_id, reasons=reasons):
                 state.queue.batches.release(batch_id, reasons)
-            case m.FindForgotten(step=step):
+            case FindForgotten(step=step):
                 return state.shards_to_recall(step)
-            case m.RecallGroups(groups=groups, step=step):
+            case RecallGroups(groups=groups, step=step):
                 state.settled.recall(groups, after=step)
-            case m.PrepareRewind(step=step):
+            case PrepareRewind(step=step):
                 return state.prepare_rewind(step)
-            case m.ApplyRewind(step=step):
+            case ApplyRewind(step=step):
                 return state.queue.batches.rewind(step)
             case _:
                 raise NotImplementedError(f"the queue handles no {type(message).__name__}")
         return None
 
-    def _is_draining(self, ask: m.LeaseRollouts) -> bool:
+    def _is_draining(self, ask: LeaseRollouts) -> bool:
         return self._state.draining.holds(ask.runner_id, ask.start_id)
 
     def _apply_drains(self, start_ids: Mapping[str, str]) -> None:
@@ -226,7 +269,7 @@ class QueueActor(Actor):
             answer=(),
         )
 
-    def _grant(self, request: m.LeaseRollouts) -> tuple[m.Grant, ...] | None:
+    def _grant(self, request: LeaseRollouts) -> tuple[Grant, ...] | None:
         if self._is_draining(request):
             return None
         grants = self._state.grant(
@@ -237,7 +280,7 @@ class QueueActor(Actor):
         )
         return grants or None
 
-    def _take(self, request: m.TakeBatch) -> m.BatchView | None:
+    def _take(self, request: TakeBatch) -> BatchView | None:
         for batch_id, task_ids in request.held.items():
             self._state.queue.batches.adopt(batch_id, task_ids, now_s=self._clock())
         return self._state.take_batch(
@@ -251,7 +294,7 @@ class QueueActor(Actor):
         self._log_stall(status, now_s)
         expired = self._state.expire(now_s)
         if expired and self._peers is not None:
-            self._tell(self._peers.expired_leases, m.CheckExpired(trajectory_ids=expired))
+            self._tell(self._peers.expired_leases, CheckExpired(trajectory_ids=expired))
 
     def _log_stall(self, status: GetSchedulerStatusResponse, now_s: float) -> None:
         """Log a stall when it begins, when its cause changes, and every `STALL_LOG_S`."""
@@ -277,7 +320,7 @@ class QueueActor(Actor):
         by_shard: defaultdict[str, list[Change]] = defaultdict(list)
         for shard, change in self._final_states:
             by_shard[shard].append(change)
-        if self._tell(self._peers.outcome_writer, m.StoreFinalStates(changes=by_shard)):
+        if self._tell(self._peers.outcome_writer, StoreFinalStates(changes=by_shard)):
             self._final_states = []
 
     def _tell(self, other: Any, message: Any) -> bool:
@@ -305,4 +348,4 @@ class QueueActor(Actor):
         # Stored separately: timers of uvloop do not return their due time.
         self._timer_due_s = due_s
         self._tick_due_s = self._loop_time() + pause_s
-        self._timer = loop.call_at(due_s, self._tell, self._peers.queue, m.Tick())
+        self._timer = loop.call_at(due_s, self._tell, self._peers.queue, Tick())

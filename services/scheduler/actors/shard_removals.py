@@ -27,7 +27,7 @@ from services.scheduler.actors.lost_shards import LostShards
 from services.scheduler.shards.group_moves import GroupMoves, chunks_by_target
 from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.shards.shard_membership import ShardMembership
-from services.scheduler.state.removal_messages import (
+from services.scheduler.state.messages.removals import (
     DeclareShardLost,
     FindMovable,
     GroupsMoved,

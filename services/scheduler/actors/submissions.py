@@ -19,7 +19,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler.groups.group_look_up import ask_with_look_up
 from services.scheduler.shards.pool_shards import PoolShards, gathered
-from services.scheduler.state.messages import AddGroups, FindNew, ReserveIndices, Submit
+from services.scheduler.state.messages.groups import AddGroups, FindNew, ReserveIndices, Submit
 from services.scheduler.validation import digest_of
 
 ASK_S = 10.0

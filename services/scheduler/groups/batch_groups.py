@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.shards.pool_shards import PoolShards
-from services.scheduler.state import messages as m
+from services.scheduler.state.messages.batches import GroupView
 
 MAX_ANSWER_BYTES = 4 << 20
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
 
 async def with_summaries(
-    shards: PoolShards, views: Sequence[m.GroupView]
+    shards: PoolShards, views: Sequence[GroupView]
 ) -> list[scheduler_pb2.BatchGroup]:
     """Groups with their readable trajectories. Raises Unavailable."""
     by_shard: dict[str, list[str]] = {}
@@ -31,7 +31,7 @@ async def with_summaries(
 
 
 def lost_trajectories(
-    views: Sequence[m.GroupView], groups: Sequence[scheduler_pb2.BatchGroup]
+    views: Sequence[GroupView], groups: Sequence[scheduler_pb2.BatchGroup]
 ) -> dict[str, str]:
     """By task id, the losses of the pool in groups that were complete."""
     lost = {}

@@ -18,7 +18,8 @@ from contextlib import AsyncExitStack, aclosing
 from forge.runtime.actors.actor_system import ActorRef
 from forge.v1 import common_pb2
 from services.scheduler.shards.pool_shards import ShardScans
-from services.scheduler.state.messages import GroupView, ListTagged, Tagged, ViewGroups
+from services.scheduler.state.messages.batches import GroupView
+from services.scheduler.state.messages.groups import ListTagged, Tagged, ViewGroups
 from services.scheduler.state.stored_group import PHASES, StoredGroup, stored_group
 from services.scheduler.state.task_catalog import record_of
 

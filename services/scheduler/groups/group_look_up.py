@@ -7,13 +7,9 @@ from typing import Any
 
 from forge.runtime.actors.actor_system import ActorRef
 from services.scheduler.shards.pool_shards import PoolShards
-from services.scheduler.state.messages import (
-    FindNew,
-    LocateRollouts,
-    LookedUp,
-    LookUp,
-    PrepareCommit,
-)
+from services.scheduler.state.messages.batches import PrepareCommit
+from services.scheduler.state.messages.groups import FindNew, LookedUp, LookUp
+from services.scheduler.state.messages.rollouts import LocateRollouts
 
 
 async def ask_with_look_up(

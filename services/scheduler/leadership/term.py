@@ -41,14 +41,8 @@ from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.shards.group_moves import GroupMoves
 from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.shards.shard_membership import ShardMembership
-from services.scheduler.state.messages import (
-    Connect,
-    GetStatus,
-    NoteHead,
-    ReserveIndices,
-    RestoreGroups,
-    SetAway,
-)
+from services.scheduler.state.messages.groups import ReserveIndices, RestoreGroups
+from services.scheduler.state.messages.term import Connect, GetStatus, NoteHead, SetAway
 from services.scheduler.state.term_state import TermState
 from services.scheduler.term_record import Move, OwnRecord, TermRecord
 

@@ -15,7 +15,7 @@ from forge.core.trajectory import TaskId
 from services.scheduler.state.domain_progress import Progress
 from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.left_out_groups import LeftOut
-from services.scheduler.state.messages import RestoreGroups
+from services.scheduler.state.messages.groups import RestoreGroups
 from services.scheduler.state.settled_groups import SettledGroups
 from services.scheduler.state.stored_group import StoredGroup
 from services.scheduler.state.task_catalog import Catalog

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from forge.core.queue.group_ledger import GroupLedger
-from services.scheduler.state.messages import LookedUp, LookUp, Tagged
+from services.scheduler.state.messages.groups import LookedUp, LookUp, Tagged
 from services.scheduler.state.stored_group import StoredGroup
 from services.scheduler.state.task_catalog import Catalog
 from services.scheduler.validation import digest_of

@@ -26,18 +26,14 @@ from services.scheduler.state.draining_runners import DrainingRunners
 from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.earlier_groups import EarlierGroups
 from services.scheduler.state.erased_groups import ErasedGroups
-from services.scheduler.state.messages import (
+from services.scheduler.state.messages.batches import (
     BatchView,
-    DropGroups,
-    FindNew,
-    Grant,
     GroupView,
-    LookedUp,
-    LookUp,
     PrepareCommit,
-    Report,
     RewindPlan,
 )
+from services.scheduler.state.messages.groups import DropGroups, FindNew, LookedUp, LookUp
+from services.scheduler.state.messages.rollouts import Grant, Report
 from services.scheduler.state.settled_groups import SettledGroups
 from services.scheduler.state.stalls import Watch
 from services.scheduler.state.task_catalog import STATES, Catalog

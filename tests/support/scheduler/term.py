@@ -25,7 +25,7 @@ from services.scheduler.leadership.term import LeaderContext
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.shards.pool_shards import Change, Floors, PoolShards
 from services.scheduler.shards.shard_membership import ShardMembership
-from services.scheduler.state.messages import Connect
+from services.scheduler.state.messages.term import Connect
 from services.scheduler.state.term_state import TermState
 from services.scheduler.term_record import OwnRecord, TermRecord
 from tests.support.pool.records import make_reward

@@ -26,8 +26,8 @@ from services.pool.storage.groups.settled_counts import group_counts
 from services.pool.storage.keys import group_key, trajectory_key
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
-from services.scheduler.state.messages import FindNew
-from services.scheduler.state.queue_status import status_of
+from services.scheduler.state.messages.groups import FindNew
+from services.scheduler.state.queries.queue_status import status_of
 from services.scheduler.state.stored_group import stored_group
 from services.scheduler.state.term_state import TermState
 from services.scheduler.validation import digest_of

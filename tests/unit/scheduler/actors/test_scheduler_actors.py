@@ -10,7 +10,23 @@ import pytest
 from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from forge.core.placement.sharding import choose_shard
 from forge.v1 import common_pb2
-from services.scheduler.state import messages as m
+from services.scheduler.state.messages.batches import (
+    BatchView,
+    CommitBatch,
+    ReleaseBatch,
+    Rewind,
+    TakeBatch,
+)
+from services.scheduler.state.messages.groups import Submit, ViewGroups
+from services.scheduler.state.messages.rollouts import (
+    DismissRunner,
+    LeaseRollouts,
+    LocateRollouts,
+    RenewRollouts,
+    Report,
+    SettleRollouts,
+)
+from services.scheduler.state.messages.term import GetStatus, SetAway, Tick
 from tests.support.runtime.waiting import settle, until
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
@@ -23,13 +39,13 @@ def name_on(shard: str, prefix: str = "task") -> str:
 
 
 async def submit(term: TermActors, *tasks: common_pb2.Task) -> int:
-    submitted = m.Submit(tasks={task.task_id: task for task in tasks})
+    submitted = Submit(tasks={task.task_id: task for task in tasks})
     return int(await term.submissions.ask(submitted, timeout_s=ASK_S))
 
 
 async def lease(term: TermActors, count: int = 10) -> list[str]:
     """Trajectory ids; none if there is nothing now."""
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=count)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=count)
     future = await term.queue.ask(ask, timeout_s=ASK_S)
     if not future.done():
         future.cancel()
@@ -40,18 +56,18 @@ async def lease(term: TermActors, count: int = 10) -> list[str]:
 async def complete(term: TermActors, *trajectory_ids: str) -> None:
     for trajectory_id in trajectory_ids:
         term.shards.seal(trajectory_id)
-    reports = [m.Report(trajectory_id=i, summary=term.shards.stored[i]) for i in trajectory_ids]
-    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+    reports = [Report(trajectory_id=i, summary=term.shards.stored[i]) for i in trajectory_ids]
+    await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
 
 
-async def take(term: TermActors, size: int) -> m.BatchView:
-    future = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=size), timeout_s=ASK_S)
-    view: m.BatchView = await future
+async def take(term: TermActors, size: int) -> BatchView:
+    future = await term.queue.ask(TakeBatch(trainer_id="t", max_groups=size), timeout_s=ASK_S)
+    view: BatchView = await future
     return view
 
 
 async def status(term: TermActors) -> Any:
-    return await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    return await term.queue.ask(GetStatus(), timeout_s=ASK_S)
 
 
 async def test_group_is_queued_only_once_it_is_stored(term: TermActors, shards: FakeShards) -> None:
@@ -114,7 +130,7 @@ async def test_full_queue_refuses_with_a_hint(term: TermActors) -> None:
 
 async def test_waiting_runner_gets_a_submitted_rollout(term: TermActors) -> None:
     """The change answers the call, without polling."""
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
     future = await term.queue.ask(ask, timeout_s=ASK_S)
     assert not future.done()
     await submit(term, make_task("a"))
@@ -127,8 +143,8 @@ async def test_waiting_runner_gets_a_rollout_admitted_by_a_batch(term: TermActor
     once: N is 8, and the ninth group starts."""
     await submit(term, *(make_task(f"a{index}") for index in range(9)))
     first, *_ = await lease(term)
-    runner = await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
-    trainer = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=4), timeout_s=ASK_S)
+    runner = await term.queue.ask(LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
+    trainer = await term.queue.ask(TakeBatch(trainer_id="t", max_groups=4), timeout_s=ASK_S)
     await complete(term, first)
     assert runner.done()
     assert not trainer.done()
@@ -136,7 +152,7 @@ async def test_waiting_runner_gets_a_rollout_admitted_by_a_batch(term: TermActor
 
 async def test_cancelled_wait_of_a_runner_gets_no_rollout(term: TermActors) -> None:
     """A cancelled wait is passed over."""
-    ask = m.LeaseRollouts(runner_id="gone", max_rollouts=1)
+    ask = LeaseRollouts(runner_id="gone", max_rollouts=1)
     (await term.queue.ask(ask, timeout_s=ASK_S)).cancel()
     await submit(term, make_task("a"))
     assert await lease(term) == ["a:0:0"]
@@ -144,10 +160,10 @@ async def test_cancelled_wait_of_a_runner_gets_no_rollout(term: TermActors) -> N
 
 async def test_leaving_runner_gets_an_empty_answer(term: TermActors) -> None:
     """Other runners still wait, and get the next rollouts."""
-    ask = m.LeaseRollouts(runner_id="leaving", max_rollouts=1)
+    ask = LeaseRollouts(runner_id="leaving", max_rollouts=1)
     first, second = [await term.queue.ask(ask, timeout_s=ASK_S) for _ in range(2)]
-    other = await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
-    await term.queue.ask(m.DismissRunner(runner_id="leaving"), timeout_s=ASK_S)
+    other = await term.queue.ask(LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
+    await term.queue.ask(DismissRunner(runner_id="leaving"), timeout_s=ASK_S)
     assert (first.result(), second.result(), other.done()) == ((), (), False)
     await submit(term, make_task("a"))
     (grant,) = await asyncio.wait_for(other, ASK_S)
@@ -156,7 +172,7 @@ async def test_leaving_runner_gets_an_empty_answer(term: TermActors) -> None:
 
 async def test_end_of_the_term_answers_every_waiting_call(term: TermActors) -> None:
     """The callers then ask the next leader."""
-    future = await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S)
+    future = await term.queue.ask(TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S)
     await term.system.stop()
     with pytest.raises(Unavailable, match="is no longer the leader"):
         await future
@@ -167,7 +183,7 @@ async def test_commit_is_stored_before_it_counts(term: TermActors, shards: FakeS
     await submit(term, make_task("a"))
     await complete(term, *await lease(term))
     batch = await take(term, 1)
-    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
+    commit = CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
         await term.commits.ask(commit, timeout_s=ASK_S)
@@ -186,7 +202,7 @@ async def test_release_with_a_reason_is_stored_as_a_tombstone(
     await submit(term, make_task("a"))
     await complete(term, *await lease(term))
     batch = await take(term, 1)
-    release = m.ReleaseBatch(batch_id=batch.batch_id, reason="checksum failed")
+    release = ReleaseBatch(batch_id=batch.batch_id, reason="checksum failed")
     await term.commits.ask(release, timeout_s=ASK_S)
     assert shards.states() == {"a": common_pb2.GROUP_STATE_TOMBSTONED}
     assert (await status(term)).tombstoned == 1
@@ -200,14 +216,14 @@ async def test_rewind_is_recorded_before_it_is_stored_in_the_pool(
     await complete(term, *await lease(term))
     batch = await take(term, 1)
     await term.commits.ask(
-        m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"]), timeout_s=ASK_S
+        CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"]), timeout_s=ASK_S
     )
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
-        await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S)
+        await term.commits.ask(Rewind(step=0), timeout_s=ASK_S)
     assert term.record.fields == {"void_before": (0, 1), "head": 0}
     shards.down.clear()
-    assert await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S) == 1
+    assert await term.commits.ask(Rewind(step=0), timeout_s=ASK_S) == 1
 
 
 async def test_groups_freed_before_a_run_starts_over_are_tombstoned(
@@ -217,11 +233,11 @@ async def test_groups_freed_before_a_run_starts_over_are_tombstoned(
     await submit(term, make_task("a"), make_task("b"))
     await complete(term, *await lease(term))
     batch = await take(term, 2)
-    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a", "b"])
+    commit = CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a", "b"])
     await term.commits.ask(commit, timeout_s=ASK_S)
     shards.freed = {"a"}
-    assert await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S) == 2
-    views = await term.queue.ask(m.ViewGroups(task_ids=["a", "b"]), timeout_s=ASK_S)
+    assert await term.commits.ask(Rewind(step=0), timeout_s=ASK_S) == 2
+    views = await term.queue.ask(ViewGroups(task_ids=["a", "b"]), timeout_s=ASK_S)
     assert [view.phase for view in views] == ["tombstoned", "complete"]
     assert "freed" in views[0].record.reason
 
@@ -235,10 +251,10 @@ async def test_final_state_of_an_unreachable_shard_delays_no_other(
     await submit(term, make_task(here), make_task(there))
     shards.down.add("s1")
     reports = [
-        m.Report(trajectory_id=each, error="no such scaffold", permanent=True)
+        Report(trajectory_id=each, error="no such scaffold", permanent=True)
         for each in await lease(term)
     ]
-    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+    await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
     await until(lambda: here in shards.states())
     assert there not in shards.states()
     shards.down.clear()
@@ -263,8 +279,8 @@ async def test_final_states_are_stored_before_an_orderly_end(
     await submit(term, make_task("a"))
     (trajectory_id,) = await lease(term)
     monkeypatch.setattr(shards, "_answer", answer_late)
-    report = m.Report(trajectory_id=trajectory_id, error="no such scaffold", permanent=True)
-    await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    report = Report(trajectory_id=trajectory_id, error="no such scaffold", permanent=True)
+    await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)
     await status(term)
     await term.system.stop()
     assert shards.states() == {"a": common_pb2.GROUP_STATE_TOMBSTONED}
@@ -281,11 +297,11 @@ async def test_shard_that_hangs_with_a_final_state_delays_no_commit(
     await complete(term, sealed)
     batch = await take(term, 1)
     reports = [
-        m.Report(trajectory_id=each, error="no such scaffold", permanent=True) for each in given_up
+        Report(trajectory_id=each, error="no such scaffold", permanent=True) for each in given_up
     ]
     for report in reversed(reports):
-        await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
-    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=())
+        await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    commit = CommitBatch(batch_id=batch.batch_id, step=1, task_ids=())
     await asyncio.wait_for(term.commits.ask(commit, timeout_s=ASK_S), ASK_S)
     await until(lambda: here in shards.states())
     assert there not in shards.states()
@@ -300,13 +316,13 @@ async def test_expired_claim_is_settled_by_the_pools_trajectory(
     sealed, lost = await lease(term)
     shards.seal(sealed)
     clock.now_s = 11.0
-    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    await term.queue.ask(Tick(), timeout_s=ASK_S)
     await until(lambda: running(term, most=0))
     found = await status(term)
     assert (found.retries, found.domains[0].completed_rollouts) == (1, 1)
     clock.now_s = 13.0
     assert await lease(term) == ["a:1:1"]
-    assert await term.queue.ask(m.RenewRollouts(lease_ids=[lost]), timeout_s=ASK_S) == (lost,)
+    assert await term.queue.ask(RenewRollouts(lease_ids=[lost]), timeout_s=ASK_S) == (lost,)
 
 
 async def test_shard_that_hangs_delays_no_claim_of_another(
@@ -319,7 +335,7 @@ async def test_shard_that_hangs_delays_no_claim_of_another(
         (held,) = await lease(term)
         shards.seal(held)
         clock.now_s += 11.0
-        await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+        await term.queue.ask(Tick(), timeout_s=ASK_S)
     await until(lambda: running(term, most=1))
 
 
@@ -332,12 +348,12 @@ async def test_overloaded_pool_ends_no_term(
     shards.down |= {"s0", "s1"}
     shards.refusal = ResourceExhausted
     clock.now_s = 11.0
-    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    await term.queue.ask(Tick(), timeout_s=ASK_S)
     await settle()
     shards.down.clear()
     shards.seal(held)
     clock.now_s = 14.0
-    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    await term.queue.ask(Tick(), timeout_s=ASK_S)
     await until(lambda: running(term, most=0))
     assert (await status(term)).retries == 0
     assert term.expired_leases.alive
@@ -350,18 +366,18 @@ async def test_claims_on_an_unreachable_shard_are_kept(
     name = name_on("s1")
     await submit(term, make_task(name))
     (held,) = await lease(term)
-    await term.queue.ask(m.SetAway(shards=frozenset({"s1"})), timeout_s=ASK_S)
+    await term.queue.ask(SetAway(shards=frozenset({"s1"})), timeout_s=ASK_S)
     clock.now_s = 500.0
-    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+    await term.queue.ask(Tick(), timeout_s=ASK_S)
     assert (await status(term)).running_rollouts == 1
-    await term.queue.ask(m.SetAway(shards=frozenset()), timeout_s=ASK_S)
-    assert await term.queue.ask(m.RenewRollouts(lease_ids=[held]), timeout_s=ASK_S) == ()
+    await term.queue.ask(SetAway(shards=frozenset()), timeout_s=ASK_S)
+    assert await term.queue.ask(RenewRollouts(lease_ids=[held]), timeout_s=ASK_S) == ()
 
 
 async def test_unknown_trajectory_is_named(term: TermActors) -> None:
     """A report on an unknown trajectory is refused before the pool is asked."""
     with pytest.raises(NotFound, match="'nobody' is not in the queue"):
-        await term.queue.ask(m.LocateRollouts(trajectory_ids=["nobody:0:0"]), timeout_s=ASK_S)
+        await term.queue.ask(LocateRollouts(trajectory_ids=["nobody:0:0"]), timeout_s=ASK_S)
 
 
 async def test_lease_response_fits_into_a_message(term: TermActors) -> None:

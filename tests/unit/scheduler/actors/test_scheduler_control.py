@@ -12,8 +12,16 @@ from forge.core.queue.activity import Activity
 from forge.core.queue.groups import SAME_OUTCOME
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.state import draining_runners
-from services.scheduler.state import messages as m
 from services.scheduler.state.draining_runners import SetRunnerDraining, changed_drains
+from services.scheduler.state.messages.batches import TakeBatch
+from services.scheduler.state.messages.groups import Submit
+from services.scheduler.state.messages.rollouts import (
+    LeaseRollouts,
+    RenewRollouts,
+    Report,
+    SettleRollouts,
+)
+from services.scheduler.state.messages.term import GetStatus, SetActivity, Tick
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 
@@ -28,35 +36,35 @@ async def skipping(shards: FakeShards, clock: Clock) -> AsyncIterator[TermActors
 
 
 async def submit(term: TermActors, *tasks: common_pb2.Task) -> None:
-    submitted = m.Submit(tasks={task.task_id: task for task in tasks})
+    submitted = Submit(tasks={task.task_id: task for task in tasks})
     await term.submissions.ask(submitted, timeout_s=ASK_S)
 
 
 async def sample(term: TermActors, *rewards: float) -> None:
     """Lease as many rollouts, and seal each with its reward."""
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=len(rewards))
+    ask = LeaseRollouts(runner_id="r", max_rollouts=len(rewards))
     grants = await (await term.queue.ask(ask, timeout_s=ASK_S))
     ids = [grant.trajectory_id for grant in grants]
     for trajectory_id, reward in zip(ids, rewards, strict=True):
         term.shards.seal(trajectory_id, reward=reward)
-    reports = [m.Report(trajectory_id=i, summary=term.shards.stored[i]) for i in ids]
-    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+    reports = [Report(trajectory_id=i, summary=term.shards.stored[i]) for i in ids]
+    await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
 
 
 async def status(term: TermActors) -> Any:
-    return await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    return await term.queue.ask(GetStatus(), timeout_s=ASK_S)
 
 
 async def test_pause_is_recorded_before_it_takes_effect(term: TermActors) -> None:
     """The next leader keeps it; waiting runners are served after the resume."""
-    await term.commits.ask(m.SetActivity(activity=Activity.PAUSED), timeout_s=ASK_S)
+    await term.commits.ask(SetActivity(activity=Activity.PAUSED), timeout_s=ASK_S)
     assert term.record.fields == {"activity": Activity.PAUSED}
     assert (await status(term)).activity == scheduler_pb2.ACTIVITY_PAUSED
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
     waiting = await term.queue.ask(ask, timeout_s=ASK_S)
     await submit(term, make_task("a"))
     assert not waiting.done()
-    await term.commits.ask(m.SetActivity(activity=Activity.RUNNING), timeout_s=ASK_S)
+    await term.commits.ask(SetActivity(activity=Activity.RUNNING), timeout_s=ASK_S)
     (grant,) = waiting.result()
     assert grant.trajectory_id == "a:0:0"
 
@@ -68,7 +76,7 @@ async def test_flat_group_is_skipped(skipping: TermActors, shards: FakeShards) -
     await sample(skipping, 1.0, 1.0, 1.0, 0.0)
     found = await status(skipping)
     assert (found.skipped, found.tombstoned, found.pending) == (1, 1, 1)
-    take = m.TakeBatch(trainer_id="t", max_groups=1)
+    take = TakeBatch(trainer_id="t", max_groups=1)
     view = await (await skipping.queue.ask(take, timeout_s=ASK_S))
     assert [group.record.task.task_id for group in view.groups] == ["differs"]
     (change,) = [one for changes in shards.changes.values() for one in changes]
@@ -93,15 +101,15 @@ async def test_flat_groups_are_trained_by_default(term: TermActors) -> None:
 async def test_trajectory_sealed_too_late_is_counted(term: TermActors) -> None:
     """After the tombstone of its group it changes no state, and is no error."""
     await submit(term, make_task("a", size=2))
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=2)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=2)
     first, second = await (await term.queue.ask(ask, timeout_s=ASK_S))
-    gone = m.Report(trajectory_id=first.trajectory_id, error="bad", permanent=True)
-    await term.queue.ask(m.SettleRollouts(reports=[gone]), timeout_s=ASK_S)
+    gone = Report(trajectory_id=first.trajectory_id, error="bad", permanent=True)
+    await term.queue.ask(SettleRollouts(reports=[gone]), timeout_s=ASK_S)
     term.shards.seal(second.trajectory_id)
-    late = m.Report(
+    late = Report(
         trajectory_id=second.trajectory_id, summary=term.shards.stored[second.trajectory_id]
     )
-    await term.queue.ask(m.SettleRollouts(reports=[late]), timeout_s=ASK_S)
+    await term.queue.ask(SettleRollouts(reports=[late]), timeout_s=ASK_S)
     found = await status(term)
     assert (found.surplus, found.tombstoned, found.pending) == (1, 1, 0)
 
@@ -110,11 +118,11 @@ async def test_backward_clock_jump_ends_no_claim(term: TermActors, clock: Clock)
     """The clock is monotonic; if it were not, claims would last longer."""
     await submit(term, make_task("a"))
     clock.now_s = 5.0
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     clock.now_s = -1000.0
-    await term.queue.ask(m.Tick(), timeout_s=ASK_S)
-    renew = m.RenewRollouts(lease_ids=[grant.trajectory_id])
+    await term.queue.ask(Tick(), timeout_s=ASK_S)
+    renew = RenewRollouts(lease_ids=[grant.trajectory_id])
     assert await term.queue.ask(renew, timeout_s=ASK_S) == ()
 
 
@@ -126,7 +134,7 @@ def drain(runner_id: str, draining: bool = True, **live: str) -> SetRunnerDraini
 async def test_drained_runner_gets_no_lease(term: TermActors) -> None:
     """Its waiting call is answered, another runner of the same abilities is served, and its leases
     continue. A resume answers the next waiting call, so the runner asks again."""
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1, start_id="1")
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1, start_id="1")
     await submit(term, make_task("a"))
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     waiting = await term.queue.ask(ask, timeout_s=ASK_S)
@@ -134,10 +142,10 @@ async def test_drained_runner_gets_no_lease(term: TermActors) -> None:
     assert term.record.fields == {"draining_runners": {"r": "1"}}
     assert waiting.result() == ()
     drained = await term.queue.ask(ask, timeout_s=ASK_S)
-    other = await term.queue.ask(m.LeaseRollouts(runner_id="s", max_rollouts=1), timeout_s=ASK_S)
+    other = await term.queue.ask(LeaseRollouts(runner_id="s", max_rollouts=1), timeout_s=ASK_S)
     await submit(term, make_task("b"))
     assert [one.trajectory_id for one in other.result()] == ["b:0:0"] and not drained.done()
-    renew = m.RenewRollouts(lease_ids=[grant.trajectory_id], runner_id="r")
+    renew = RenewRollouts(lease_ids=[grant.trajectory_id], runner_id="r")
     assert await term.queue.ask(renew, timeout_s=ASK_S) == ()
     (shown,) = (await status(term)).draining_runners
     assert (shown.runner_id, shown.start_id, shown.running) == ("r", "1", 1)
@@ -152,24 +160,24 @@ async def test_restart_of_a_runner_ends_its_drain(term: TermActors) -> None:
     """As of every other process: the new one has another start id."""
     await submit(term, make_task("a"))
     await term.commits.ask(drain("r", r="1"), timeout_s=ASK_S)
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1, start_id="2")
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1, start_id="2")
     assert len(await (await term.queue.ask(ask, timeout_s=ASK_S))) == 1
 
 
 async def test_status_names_the_stall_of_drained_runners(term: TermActors, clock: Clock) -> None:
     """One was drained while its call waited; a runner that is not drained ends the stall."""
-    await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
+    await term.queue.ask(LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
     await term.commits.ask(drain("r", r=""), timeout_s=ASK_S)
     await submit(term, make_task("a"))
     clock.now_s = 121.0
     for runner_id in ("r", "s"):
-        ask = m.LeaseRollouts(runner_id=runner_id, max_rollouts=1)
+        ask = LeaseRollouts(runner_id=runner_id, max_rollouts=1)
         await term.commits.ask(drain(runner_id, r="", s=""), timeout_s=ASK_S)
         await term.queue.ask(ask, timeout_s=ASK_S)
     stall = (await status(term)).stall
     assert stall.cause == "runners_drained" and ": r, s." in stall.text
     await term.commits.ask(drain("s", False, r="", s=""), timeout_s=ASK_S)
-    await term.queue.ask(m.LeaseRollouts(runner_id="s", max_rollouts=1), timeout_s=ASK_S)
+    await term.queue.ask(LeaseRollouts(runner_id="s", max_rollouts=1), timeout_s=ASK_S)
     assert (await status(term)).stall.cause != "runners_drained"
 
 

@@ -14,7 +14,10 @@ from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import SchedulerServicer
 from services.scheduler.shards.pool_shards import PoolShards
-from services.scheduler.state import messages as m
+from services.scheduler.state.messages.batches import ReleaseBatch
+from services.scheduler.state.messages.groups import Submit, ViewGroups
+from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
+from services.scheduler.state.messages.term import GetStatus
 from tests.support.runtime.unused import unused
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
@@ -33,16 +36,16 @@ def servicer(term: TermActors) -> SchedulerServicer:
 async def complete(term: TermActors, *task_ids: str) -> None:
     """Groups of one rollout each, sealed."""
     tasks = {task_id: make_task(task_id) for task_id in task_ids}
-    await term.submissions.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=len(task_ids))
+    await term.submissions.ask(Submit(tasks=tasks), timeout_s=ASK_S)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=len(task_ids))
     grants = await (await term.queue.ask(ask, timeout_s=ASK_S))
     for grant in grants:
         term.shards.seal(grant.trajectory_id)
     reports = [
-        m.Report(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
+        Report(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
         for g in grants
     ]
-    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+    await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
 
 
 async def lease_batch(servicer: SchedulerServicer) -> scheduler_pb2.LeaseBatchResponse:
@@ -61,10 +64,10 @@ async def test_group_with_a_lost_trajectory_is_tombstoned(
     assert not (await lease_batch(servicer)).batch_id
     (group,) = (await lease_batch(servicer)).groups
     assert group.group.task.task_id == "c"
-    (view,) = await term.queue.ask(m.ViewGroups(task_ids=["a"]), timeout_s=ASK_S)
+    (view,) = await term.queue.ask(ViewGroups(task_ids=["a"]), timeout_s=ASK_S)
     assert view.record.state == common_pb2.GROUP_STATE_TOMBSTONED
     assert view.record.reason == f"pool shard {view.record.pool_shard} has lost a:0:0"
-    status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    status = await term.queue.ask(GetStatus(), timeout_s=ASK_S)
     assert (status.tombstoned, status.pending) == (2, 1)
     tombstoned = common_pb2.GROUP_STATE_TOMBSTONED
     assert shards.states() == {"a": tombstoned, "b": tombstoned}
@@ -76,16 +79,16 @@ async def test_late_report_of_a_loss_changes_no_other_batch(
     """Two calls of one trainer report the same loss; the second finds no group to tombstone."""
     await complete(term, "a", "b")
     batch_id = (await lease_batch(servicer)).batch_id
-    loss = m.ReleaseBatch(batch_id=batch_id, reasons={"a": "lost"})
+    loss = ReleaseBatch(batch_id=batch_id, reasons={"a": "lost"})
     await term.commits.ask(loss, timeout_s=ASK_S)
     batch = await lease_batch(servicer)
     assert [group.group.task.task_id for group in batch.groups] == ["b"]
     for task_id in ("a", "b"):
-        late = m.ReleaseBatch(batch_id=batch_id, reasons={task_id: "lost"})
+        late = ReleaseBatch(batch_id=batch_id, reasons={task_id: "lost"})
         await term.commits.ask(late, timeout_s=ASK_S)
     request = scheduler_pb2.CommitBatchRequest(batch_id=batch.batch_id, step=1, task_ids=["b"])
     await servicer.CommitBatch(request, None)
-    status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    status = await term.queue.ask(GetStatus(), timeout_s=ASK_S)
     assert (status.trained, status.tombstoned) == (1, 1)
 
 

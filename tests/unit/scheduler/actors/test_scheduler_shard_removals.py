@@ -14,7 +14,7 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.v1 import pool_pb2, scheduler_pb2
 from services.scheduler.actors.shard_removals import ShardRemovals
 from services.scheduler.shards.shard_membership import ShardMembership
-from services.scheduler.state.removal_messages import (
+from services.scheduler.state.messages.removals import (
     DeclareShardLost,
     FindMovable,
     GroupsMoved,

@@ -16,8 +16,8 @@ from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership.standby import PART_GROUPS, ShardCopies
 from services.scheduler.leadership.term import Term
-from services.scheduler.state.messages import PrepareCommit
-from services.scheduler.state.queue_status import status_of
+from services.scheduler.state.messages.batches import PrepareCommit
+from services.scheduler.state.queries.queue_status import status_of
 from services.scheduler.state.stored_group import stored_group
 from services.scheduler.state.term_state import TermState
 from services.scheduler.term_record import TermRecord

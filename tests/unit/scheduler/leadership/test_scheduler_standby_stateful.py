@@ -29,7 +29,7 @@ from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.store import PoolStore
 from services.scheduler.leadership.standby import RegisteredGroups, ShardCopies
-from services.scheduler.state.queue_status import status_of
+from services.scheduler.state.queries.queue_status import status_of
 from services.scheduler.state.term_state import TermState
 from services.scheduler.validation import digest_of
 from tests.support.pool.records import make_reward, make_turn

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from forge.core.errors import NotFound, Unavailable
-from services.scheduler.state import messages as m
+from services.scheduler.state.messages.batches import CommitBatch, RenewBatch, Rewind, TakeBatch
+from services.scheduler.state.messages.groups import ListTagged, Submit
+from services.scheduler.state.messages.rollouts import (
+    LeaseRollouts,
+    LocateRollouts,
+    RenewRollouts,
+    Report,
+    SettleRollouts,
+)
+from services.scheduler.state.messages.term import GetStatus, NoteHead, SetAway
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, FakeShards, TermActors
 
@@ -16,7 +25,7 @@ AWAY = frozenset({"s1"})
 
 async def submit(term: TermActors, *task_ids: str) -> None:
     tasks = {task_id: make_task(task_id) for task_id in task_ids}
-    await term.submissions.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+    await term.submissions.ask(Submit(tasks=tasks), timeout_s=ASK_S)
 
 
 @pytest.fixture
@@ -24,30 +33,30 @@ async def unread(term: TermActors) -> TermActors:
     """A term with one known group that is complete, and a shard that has not been read."""
     term.shards.shards = {"s0"}
     await submit(term, "a")
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     term.shards.seal(grant.trajectory_id)
     summary = term.shards.stored[grant.trajectory_id]
-    report = m.Report(trajectory_id=grant.trajectory_id, summary=summary)
-    await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
-    await term.queue.ask(m.SetAway(shards=AWAY, unread=AWAY), timeout_s=ASK_S)
+    report = Report(trajectory_id=grant.trajectory_id, summary=summary)
+    await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    await term.queue.ask(SetAway(shards=AWAY, unread=AWAY), timeout_s=ASK_S)
     return term
 
 
 QUESTIONS = [
-    pytest.param("queue", m.LocateRollouts(trajectory_ids=["x:0:0"]), id="a report"),
-    pytest.param("queue", m.ListTagged(tag=""), id="a list"),
-    pytest.param("queue", m.RenewBatch(batch_id="batch-0-7"), id="a batch"),
+    pytest.param("queue", LocateRollouts(trajectory_ids=["x:0:0"]), id="a report"),
+    pytest.param("queue", ListTagged(tag=""), id="a list"),
+    pytest.param("queue", RenewBatch(batch_id="batch-0-7"), id="a batch"),
     pytest.param(
         "queue",
-        m.TakeBatch(trainer_id="t", max_groups=1, held={"b": ["a", "x"]}),
+        TakeBatch(trainer_id="t", max_groups=1, held={"b": ["a", "x"]}),
         id="a held batch",
     ),
     pytest.param(
-        "commits", m.CommitBatch(batch_id="batch-0-0", step=1, task_ids=["a", "x"]), id="a commit"
+        "commits", CommitBatch(batch_id="batch-0-0", step=1, task_ids=["a", "x"]), id="a commit"
     ),
-    pytest.param("commits", m.Rewind(step=0), id="a rewind"),
-    pytest.param("submissions", m.Submit(tasks={"x": make_task("x")}), id="a new task"),
+    pytest.param("commits", Rewind(step=0), id="a rewind"),
+    pytest.param("submissions", Submit(tasks={"x": make_task("x")}), id="a new task"),
 ]
 
 
@@ -65,7 +74,7 @@ async def test_answer_is_final_once_the_shard_is_read(
     unread: TermActors, actor: str, question: Any
 ) -> None:
     """A group that it does not have either is unknown."""
-    await unread.queue.ask(m.SetAway(shards=frozenset()), timeout_s=ASK_S)
+    await unread.queue.ask(SetAway(shards=frozenset()), timeout_s=ASK_S)
     with pytest.raises(NotFound):
         await getattr(unread, actor).ask(question, timeout_s=ASK_S)
 
@@ -74,35 +83,35 @@ async def test_known_groups_continue_while_a_shard_is_unread(
     unread: TermActors, shards: FakeShards
 ) -> None:
     """Batches of reachable shards are leased and committed; claims are kept."""
-    take = m.TakeBatch(trainer_id="t", max_groups=1)
+    take = TakeBatch(trainer_id="t", max_groups=1)
     batch = await (await unread.queue.ask(take, timeout_s=ASK_S))
-    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
+    commit = CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
     await unread.commits.ask(commit, timeout_s=ASK_S)
     await submit(unread, "a")
-    lost = await unread.queue.ask(m.RenewRollouts(lease_ids=["x:0:0"]), timeout_s=ASK_S)
+    lost = await unread.queue.ask(RenewRollouts(lease_ids=["x:0:0"]), timeout_s=ASK_S)
     assert lost == ()
-    status = await unread.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    status = await unread.queue.ask(GetStatus(), timeout_s=ASK_S)
     assert (status.trained, list(status.shards_away)) == (1, ["s1"])
 
 
 async def test_term_record_bounds_the_head(term: TermActors) -> None:
     """It follows the head, and a rewind lowers it before the first group is undone."""
     await submit(term, "a", "b")
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=2)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=2)
     grants = await (await term.queue.ask(ask, timeout_s=ASK_S))
     for grant in grants:
         term.shards.seal(grant.trajectory_id)
     reports = [
-        m.Report(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
+        Report(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
         for g in grants
     ]
-    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
-    batch = await (await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S))
-    await term.commits.ask(m.NoteHead(), timeout_s=ASK_S)
+    await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
+    batch = await (await term.queue.ask(TakeBatch(trainer_id="t", max_groups=1), timeout_s=ASK_S))
+    await term.commits.ask(NoteHead(), timeout_s=ASK_S)
     assert term.record.fields["head"] == 0, "what is only handed out is not consumed"
-    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
+    commit = CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
     await term.commits.ask(commit, timeout_s=ASK_S)
-    await term.commits.ask(m.NoteHead(), timeout_s=ASK_S)
+    await term.commits.ask(NoteHead(), timeout_s=ASK_S)
     assert term.record.fields["head"] == 1
-    await term.commits.ask(m.Rewind(step=0), timeout_s=ASK_S)
+    await term.commits.ask(Rewind(step=0), timeout_s=ASK_S)
     assert term.record.fields["head"] == 0

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.state import erased_groups
-from services.scheduler.state import messages as m
 from services.scheduler.state.erased_groups import NoteErased
+from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
+from services.scheduler.state.messages.groups import Submit, ViewGroups
+from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, TermActors
 
 
 async def submit(term: TermActors, *names: str) -> None:
-    submitted = m.Submit(tasks={name: make_task(name) for name in names})
+    submitted = Submit(tasks={name: make_task(name) for name in names})
     await term.submissions.ask(submitted, timeout_s=ASK_S)
 
 
@@ -22,7 +24,7 @@ async def note(term: TermActors, *names: str) -> int:
 
 
 async def phases(term: TermActors, *names: str) -> list[str]:
-    views = await term.queue.ask(m.ViewGroups(task_ids=names), timeout_s=ASK_S)
+    views = await term.queue.ask(ViewGroups(task_ids=names), timeout_s=ASK_S)
     return [view.phase for view in views]
 
 
@@ -46,17 +48,17 @@ async def test_early_erasures_are_bounded(
 async def test_erased_group_in_a_batch_stays_there(term: TermActors) -> None:
     """The trainer releases it when it finds it erased; settled groups do not change."""
     await submit(term, "a")
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     term.shards.seal(grant.trajectory_id)
     summary = term.shards.stored[grant.trajectory_id]
-    report = m.Report(trajectory_id=grant.trajectory_id, summary=summary)
-    await term.queue.ask(m.SettleRollouts(reports=(report,)), timeout_s=ASK_S)
-    take = m.TakeBatch(trainer_id="t", max_groups=1, held={})
+    report = Report(trajectory_id=grant.trajectory_id, summary=summary)
+    await term.queue.ask(SettleRollouts(reports=(report,)), timeout_s=ASK_S)
+    take = TakeBatch(trainer_id="t", max_groups=1, held={})
     batch = await (await term.queue.ask(take, timeout_s=ASK_S))
     assert await note(term, "a") == 0
     assert await phases(term, "a") == ["batched"]
-    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=("a",))
+    commit = CommitBatch(batch_id=batch.batch_id, step=1, task_ids=("a",))
     await term.commits.ask(commit, timeout_s=ASK_S)
     assert await note(term, "a") == 0
     assert await phases(term, "a") == ["trained"]

@@ -18,8 +18,23 @@ from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2
 from services.scheduler.groups.group_listing import list_groups
 from services.scheduler.groups.group_look_up import ask_with_look_up
-from services.scheduler.state import messages as m
 from services.scheduler.state.left_out_groups import LeftOut
+from services.scheduler.state.messages.batches import (
+    CommitBatch,
+    FindForgotten,
+    ReleaseBatch,
+    Rewind,
+    TakeBatch,
+)
+from services.scheduler.state.messages.groups import ReserveIndices, RestoreGroups, Submit
+from services.scheduler.state.messages.rollouts import (
+    LeaseRollouts,
+    LocateRollouts,
+    RenewRollouts,
+    Report,
+    SettleRollouts,
+)
+from services.scheduler.state.messages.term import GetStatus
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 
@@ -37,12 +52,12 @@ async def term(shards: FakeShards, clock: Clock) -> AsyncIterator[TermActors]:
 
 
 async def submit(term: TermActors, *tasks: common_pb2.Task) -> int:
-    ask = m.Submit(tasks={task.task_id: task for task in tasks})
+    ask = Submit(tasks={task.task_id: task for task in tasks})
     return int(await term.submissions.ask(ask, timeout_s=ASK_S))
 
 
 async def seal_next(term: TermActors) -> list[str]:
-    future = await term.queue.ask(m.LeaseRollouts(runner_id="r", max_rollouts=100), timeout_s=ASK_S)
+    future = await term.queue.ask(LeaseRollouts(runner_id="r", max_rollouts=100), timeout_s=ASK_S)
     ids = [grant.trajectory_id for grant in await future]
     for trajectory_id in ids:
         term.shards.seal(trajectory_id)
@@ -51,23 +66,23 @@ async def seal_next(term: TermActors) -> list[str]:
 
 
 async def report(term: TermActors, *ids: str) -> None:
-    locate = m.LocateRollouts(trajectory_ids=ids)
+    locate = LocateRollouts(trajectory_ids=ids)
     by_shard = await ask_with_look_up(term.queue, term.shards, locate, timeout_s=ASK_S)
     found = await term.shards.summaries(by_shard)
-    reports = [m.Report(trajectory_id=each, summary=found.get(each)) for each in ids]
-    await term.queue.ask(m.SettleRollouts(reports=reports), timeout_s=ASK_S)
+    reports = [Report(trajectory_id=each, summary=found.get(each)) for each in ids]
+    await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
 
 
-async def train(term: TermActors, *, groups: int = GROUPS) -> list[m.CommitBatch]:
+async def train(term: TermActors, *, groups: int = GROUPS) -> list[CommitBatch]:
     """Groups t0, t1 and on, each by a step of its own; the commits."""
     commits = []
     for step in range(1, groups + 1):
         await submit(term, make_task(f"t{step - 1}", tag="odd" if step % 2 == 0 else ""))
         await seal_next(term)
-        take = m.TakeBatch(trainer_id="t", max_groups=1)
+        take = TakeBatch(trainer_id="t", max_groups=1)
         batch = await (await term.queue.ask(take, timeout_s=ASK_S))
         ids = [view.record.task.task_id for view in batch.groups]
-        commits.append(m.CommitBatch(batch_id=batch.batch_id, step=step, task_ids=ids))
+        commits.append(CommitBatch(batch_id=batch.batch_id, step=step, task_ids=ids))
         await term.commits.ask(commits[-1], timeout_s=ASK_S)
     return commits
 
@@ -81,7 +96,7 @@ async def listed(term: TermActors, tag: str = "", *, newest: int = 0) -> list[st
 
 
 async def counts(term: TermActors) -> tuple[int, ...]:
-    status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    status = await term.queue.ask(GetStatus(), timeout_s=ASK_S)
     return status.accepted, status.trained, status.tombstoned, status.pending
 
 
@@ -97,9 +112,9 @@ async def test_memory_does_not_grow_with_tombstoned_groups(term: TermActors) -> 
     for number in range(GROUPS):
         await submit(term, make_task(f"t{number}"), make_task(f"e{number}", evaluation=True))
         await seal_next(term)
-        take = m.TakeBatch(trainer_id="t", max_groups=1)
+        take = TakeBatch(trainer_id="t", max_groups=1)
         batch = await (await term.queue.ask(take, timeout_s=ASK_S))
-        release = m.ReleaseBatch(batch_id=batch.batch_id, reason="gone")
+        release = ReleaseBatch(batch_id=batch.batch_id, reason="gone")
         await term.commits.ask(release, timeout_s=ASK_S)
     assert len(term.state.catalog.tagged("")) == len(term.state.queue.ledger) == 2
     assert await counts(term) == (GROUPS, 0, GROUPS, 0)
@@ -169,7 +184,7 @@ async def test_late_calls_for_a_forgotten_group_are_answered(term: TermActors) -
     existed is unknown."""
     await train(term)
     await report(term, "t0:0:0", "t0:0:7")
-    renew = m.RenewRollouts(lease_ids=["t0:0:0", "t11:0:0"])
+    renew = RenewRollouts(lease_ids=["t0:0:0", "t11:0:0"])
     assert await term.queue.ask(renew, timeout_s=ASK_S) == ("t0:0:0", "t11:0:0")
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
     with pytest.raises(NotFound):
@@ -180,12 +195,12 @@ async def test_repeated_commit_of_forgotten_groups_is_acknowledged(term: TermAct
     """Under its own step; another step is refused."""
     first, *_ = await train(term)
     await term.commits.ask(first, timeout_s=ASK_S)
-    other = m.CommitBatch(batch_id=first.batch_id, step=5, task_ids=first.task_ids)
+    other = CommitBatch(batch_id=first.batch_id, step=5, task_ids=first.task_ids)
     with pytest.raises(FailedPrecondition, match="committed by step 1"):
         await term.commits.ask(other, timeout_s=ASK_S)
-    unnamed = m.CommitBatch(batch_id=first.batch_id, step=1, task_ids=())
+    unnamed = CommitBatch(batch_id=first.batch_id, step=1, task_ids=())
     await term.commits.ask(unnamed, timeout_s=ASK_S)
-    unknown = m.CommitBatch(batch_id="batch-0-99", step=1, task_ids=["other"])
+    unknown = CommitBatch(batch_id="batch-0-99", step=1, task_ids=["other"])
     with pytest.raises(NotFound):
         await term.commits.ask(unknown, timeout_s=ASK_S)
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
@@ -194,13 +209,13 @@ async def test_repeated_commit_of_forgotten_groups_is_acknowledged(term: TermAct
 async def test_rewind_restores_forgotten_groups(term: TermActors) -> None:
     """They are read from the pool, and trained again."""
     await train(term)
-    assert await term.commits.ask(m.Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
+    assert await term.commits.ask(Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
     assert await counts(term) == (GROUPS, 3, 0, GROUPS - 3)
     taken = await (
-        await term.queue.ask(m.TakeBatch(trainer_id="t", max_groups=GROUPS), timeout_s=ASK_S)
+        await term.queue.ask(TakeBatch(trainer_id="t", max_groups=GROUPS), timeout_s=ASK_S)
     )
     assert [view.record.task.task_id for view in taken.groups] == [f"t{n}" for n in range(3, 12)]
-    commit = m.CommitBatch(batch_id=taken.batch_id, step=4, task_ids=())
+    commit = CommitBatch(batch_id=taken.batch_id, step=4, task_ids=())
     await term.commits.ask(commit, timeout_s=ASK_S)
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
 
@@ -212,10 +227,10 @@ async def test_rewind_without_the_pool_changes_nothing(
     await train(term)
     shards.down |= {"s0", "s1"}
     with pytest.raises(Unavailable):
-        await term.commits.ask(m.Rewind(step=3), timeout_s=ASK_S)
+        await term.commits.ask(Rewind(step=3), timeout_s=ASK_S)
     assert await counts(term) == (GROUPS, GROUPS, 0, 0)
     shards.down.clear()
-    assert await term.commits.ask(m.Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
+    assert await term.commits.ask(Rewind(step=3), timeout_s=ASK_S) == GROUPS - 3
 
 
 async def test_forgotten_groups_are_listed(term: TermActors) -> None:
@@ -276,21 +291,21 @@ async def test_groups_left_out_of_a_scan_are_counted(term: TermActors) -> None:
     """In the ledger, in progress and in the queue indices, and once, also if the message is
     repeated."""
     for _ in range(2):
-        part = m.RestoreGroups(number=0, left_out=[left_out(100)])
+        part = RestoreGroups(number=0, left_out=[left_out(100)])
         await term.queue.ask(part, timeout_s=ASK_S)
     assert await counts(term) == (200, 100, 100, 0)
-    status = await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    status = await term.queue.ask(GetStatus(), timeout_s=ASK_S)
     assert status.skipped == 100
     (domain,) = status.domains
     assert (domain.completed_rollouts, domain.recent_reward) == (800, 0.75)
     assert status.head == 400
-    assert await term.queue.ask(m.FindForgotten(step=50), timeout_s=ASK_S) == {"s0"}
-    assert await term.queue.ask(m.FindForgotten(step=100), timeout_s=ASK_S) == frozenset()
+    assert await term.queue.ask(FindForgotten(step=50), timeout_s=ASK_S) == {"s0"}
+    assert await term.queue.ask(FindForgotten(step=100), timeout_s=ASK_S) == frozenset()
 
 
 async def test_groups_of_a_shard_without_look_up_are_all_held(term: TermActors) -> None:
     """A shard of an earlier version has joined: from then on no group is forgotten."""
-    await term.queue.ask(m.RestoreGroups(number=0, holds_all=True), timeout_s=ASK_S)
+    await term.queue.ask(RestoreGroups(number=0, holds_all=True), timeout_s=ASK_S)
     await train(term)
     assert len(term.state.queue.ledger) == GROUPS
     assert await submit(term, make_task("t0")) == 0
@@ -302,7 +317,7 @@ async def test_queue_indices_of_a_joined_shard_are_not_used_again(
 ) -> None:
     """It was unreachable at the start of the term: two groups with one index would be one to the
     window."""
-    reserve = m.ReserveIndices(next_index={common_pb2.PURPOSE_TRAIN: 7})
+    reserve = ReserveIndices(next_index={common_pb2.PURPOSE_TRAIN: 7})
     await term.submissions.ask(reserve, timeout_s=ASK_S)
     await submit(term, make_task("new"))
     assert [one.queue_index for all_ in shards.groups.values() for one in all_] == [7]

@@ -9,7 +9,10 @@ from structlog.testing import capture_logs
 
 from forge.core.queue.activity import Activity
 from forge.core.queue.dispatch.failures import FailureKind
-from services.scheduler.state import messages as m
+from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
+from services.scheduler.state.messages.groups import Submit
+from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
+from services.scheduler.state.messages.term import GetStatus, SetAway, Tick
 from services.scheduler.state.stalls import Facts, Head, why
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
@@ -92,14 +95,14 @@ def test_long_reasons_are_cut() -> None:
 
 async def submit_and_lease(term: TermActors, task_id: str) -> str:
     tasks = {task_id: make_task(task_id)}
-    await term.submissions.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    await term.submissions.ask(Submit(tasks=tasks), timeout_s=ASK_S)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     return str(grant.trajectory_id)
 
 
 async def status(term: TermActors) -> Any:
-    return await term.queue.ask(m.GetStatus(), timeout_s=ASK_S)
+    return await term.queue.ask(GetStatus(), timeout_s=ASK_S)
 
 
 async def test_status_shows_a_stall_until_a_batch_is_committed(
@@ -111,23 +114,21 @@ async def test_status_shows_a_stall_until_a_batch_is_committed(
     clock.now_s = 200.0
     found = await status(term)
     assert (found.stall.cause, found.untrained_s) == ("no_runner", 200.0)
-    report = m.Report(
-        trajectory_id=trajectory_id, error="no router", kind=FailureKind.INFRASTRUCTURE
-    )
-    await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    report = Report(trajectory_id=trajectory_id, error="no router", kind=FailureKind.INFRASTRUCTURE)
+    await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)
     clock.now_s = 202.0
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=1)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
     (again,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     found = await status(term)
     assert (found.stall.cause, found.faults) == ("faults", 1)
     assert "no router" in found.stall.text
     shards.seal(again.trajectory_id)
-    sealed = m.Report(trajectory_id=again.trajectory_id, summary=shards.stored[again.trajectory_id])
-    await term.queue.ask(m.SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
-    take = m.TakeBatch(trainer_id="t", max_groups=1)
+    sealed = Report(trajectory_id=again.trajectory_id, summary=shards.stored[again.trajectory_id])
+    await term.queue.ask(SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
+    take = TakeBatch(trainer_id="t", max_groups=1)
     batch = await (await term.queue.ask(take, timeout_s=ASK_S))
     assert (await status(term)).stall.cause == "trainer_busy"
-    commit = m.CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
+    commit = CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
     await term.commits.ask(commit, timeout_s=ASK_S)
     found = await status(term)
     assert not found.HasField("stall")
@@ -143,7 +144,7 @@ async def test_time_without_tasks_is_no_stall(term: TermActors, clock: Clock) ->
     assert (found.untrained_s, found.HasField("stall")) == (0.0, False)
     clock.now_s = 400.0
     tasks = {"b": make_task("b")}
-    await term.submissions.ask(m.Submit(tasks=tasks), timeout_s=ASK_S)
+    await term.submissions.ask(Submit(tasks=tasks), timeout_s=ASK_S)
     found = await status(term)
     assert (found.untrained_s, found.stall.cause) == (205.0, "no_runner")
 
@@ -151,10 +152,10 @@ async def test_time_without_tasks_is_no_stall(term: TermActors, clock: Clock) ->
 async def test_stall_continues_after_a_queue_of_tombstones(term: TermActors, clock: Clock) -> None:
     """Tasks that fail one after the other are a stall, also if each is submitted alone."""
     for task_id in ("a", "b"):
-        failed = m.Report(
+        failed = Report(
             trajectory_id=await submit_and_lease(term, task_id), error="died", permanent=True
         )
-        await term.queue.ask(m.SettleRollouts(reports=[failed]), timeout_s=ASK_S)
+        await term.queue.ask(SettleRollouts(reports=[failed]), timeout_s=ASK_S)
         clock.now_s += 150.0
     assert (await status(term)).untrained_s == 300.0
 
@@ -164,10 +165,10 @@ async def test_stall_is_logged_once_per_cause(term: TermActors, clock: Clock) ->
     await submit_and_lease(term, "a")
     with capture_logs() as logs:
         for clock.now_s in (200.0, 201.0, 202.0):
-            await term.queue.ask(m.Tick(), timeout_s=ASK_S)
-        await term.queue.ask(m.SetAway(shards=frozenset({"s0"})), timeout_s=ASK_S)
-        await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+            await term.queue.ask(Tick(), timeout_s=ASK_S)
+        await term.queue.ask(SetAway(shards=frozenset({"s0"})), timeout_s=ASK_S)
+        await term.queue.ask(Tick(), timeout_s=ASK_S)
         clock.now_s = 600.0
-        await term.queue.ask(m.Tick(), timeout_s=ASK_S)
+        await term.queue.ask(Tick(), timeout_s=ASK_S)
     told = [log["cause"] for log in logs if log["event"] == "training_stalled"]
     assert told == ["no_runner", "shard_away", "shard_away"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from forge.core.queue.groups import Group
 from forge.v1 import common_pb2
-from services.scheduler.state.removal_messages import FindMovable, Movable, OnShard
+from services.scheduler.state.messages.removals import FindMovable, Movable, OnShard
 from services.scheduler.state.task_catalog import STATES
 from services.scheduler.state.term_state import TermState
 

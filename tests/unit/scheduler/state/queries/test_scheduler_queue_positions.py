@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from forge.v1 import scheduler_pb2 as pb
-from services.scheduler.state import messages as m
-from services.scheduler.state.queue_positions import GetQueue
+from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
+from services.scheduler.state.messages.groups import Submit
+from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
+from services.scheduler.state.queries.queue_positions import GetQueue
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, TermActors
 
@@ -20,13 +22,13 @@ async def positions(term: TermActors, **asked: Any) -> pb.GetQueueResponse:
 async def settle(term: TermActors, trajectory_id: str, *, error: str = "") -> None:
     if not error:
         term.shards.seal(trajectory_id)
-    report = m.Report(
+    report = Report(
         trajectory_id=trajectory_id,
         summary=term.shards.stored.get(trajectory_id),
         error=error,
         permanent=bool(error),
     )
-    await term.queue.ask(m.SettleRollouts(reports=[report]), timeout_s=ASK_S)
+    await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)
 
 
 async def queue_of_every_phase(term: TermActors) -> None:
@@ -34,18 +36,18 @@ async def queue_of_every_phase(term: TermActors) -> None:
     names = ("trained", "dropped", "batched", "complete", "running", "queued")
     tasks = [*(make_task(name) for name in names), make_task("held-out", evaluation=True)]
     for task in tasks[:5]:
-        await term.submissions.ask(m.Submit(tasks={task.task_id: task}), timeout_s=ASK_S)
-    ask = m.LeaseRollouts(runner_id="r", max_rollouts=5)
+        await term.submissions.ask(Submit(tasks={task.task_id: task}), timeout_s=ASK_S)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=5)
     assert len(await (await term.queue.ask(ask, timeout_s=ASK_S))) == 5
     for task in tasks[5:]:
-        await term.submissions.ask(m.Submit(tasks={task.task_id: task}), timeout_s=ASK_S)
+        await term.submissions.ask(Submit(tasks={task.task_id: task}), timeout_s=ASK_S)
     await settle(term, "dropped:0:0", error="bad task")
     for name in ("trained", "batched"):
         await settle(term, f"{name}:0:0")
-        take = m.TakeBatch(trainer_id=name, max_groups=1)
+        take = TakeBatch(trainer_id=name, max_groups=1)
         batch = await (await term.queue.ask(take, timeout_s=ASK_S))
         if name == "trained":
-            commit = m.CommitBatch(batch_id=batch.batch_id, step=7, task_ids=["trained"])
+            commit = CommitBatch(batch_id=batch.batch_id, step=7, task_ids=["trained"])
             await term.commits.ask(commit, timeout_s=ASK_S)
     await settle(term, "complete:0:0")
 

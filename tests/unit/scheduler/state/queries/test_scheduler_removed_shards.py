@@ -6,9 +6,9 @@ from forge.core.queue.admission import QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2
-from services.scheduler.state.messages import Report
-from services.scheduler.state.removal_messages import FindMovable
-from services.scheduler.state.removed_shards import movable, on_shard
+from services.scheduler.state.messages.removals import FindMovable
+from services.scheduler.state.messages.rollouts import Report
+from services.scheduler.state.queries.removed_shards import movable, on_shard
 from services.scheduler.state.stored_group import new_group
 from services.scheduler.state.term_state import TermState
 from tests.support.scheduler.cluster import make_task

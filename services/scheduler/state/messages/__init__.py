@@ -1,0 +1,1 @@
+"""Messages to the actors of one leader's term, by subject; most are to the queue."""

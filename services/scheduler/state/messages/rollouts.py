@@ -1,0 +1,84 @@
+"""Messages about rollouts: leases of runners, and the ends of attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from forge.core.queue.dispatch.failures import FailureKind
+from forge.core.queue.groups import ANY, Abilities
+from forge.v1 import common_pb2
+from services.scheduler.state.messages.groups import NOT_LOOKED_UP, LookedUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DismissRunner:
+    """Answers waiting calls of a runner with no rollout."""
+
+    runner_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRollouts:
+    """Answered by a future of tuple[Grant, ...], done once a rollout is available."""
+
+    runner_id: str
+    max_rollouts: int
+    abilities: Abilities = ANY
+    start_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """One rollout for a runner."""
+
+    trajectory_id: str
+    rollout_index: int
+    failures: int
+    pool_shard: str
+    task: common_pb2.Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewRollouts:
+    """Answered by the ids of lost leases."""
+
+    lease_ids: Sequence[str]
+    runner_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocateRollouts:
+    """Answered by trajectory ids by pool shard, without those of settled groups that only the pool
+    has, or by a LookUp. NotFound names an unknown id."""
+
+    trajectory_ids: Sequence[str]
+    looked_up: LookedUp = NOT_LOOKED_UP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The end of one attempt."""
+
+    trajectory_id: str
+    error: str = ""
+    permanent: bool = False
+    kind: FailureKind = FailureKind.TASK
+    silent: bool = False
+    """The lease expired without a report; the fields above are unset."""
+    summary: common_pb2.TrajectorySummary | None = None
+    """Its record in the pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleRollouts:
+    """Ends of attempts, reported by runners or found in the pool."""
+
+    reports: Sequence[Report]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckExpired:
+    """To expired_leases: attempts whose leases expired, by pool shard: read them from the pool."""
+
+    trajectory_ids: Mapping[str, Sequence[str]]
