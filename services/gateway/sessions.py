@@ -20,15 +20,10 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
+from services.gateway.actors.backlog import Backlog
 from services.gateway.actors.messages import IsBusy, Reread
 from services.gateway.actors.session import SessionActor, SessionSettings
-from services.gateway.actors.shard_writer import (
-    Backlog,
-    Flush,
-    OpenStream,
-    ShardWriter,
-    Waiting,
-)
+from services.gateway.actors.shard_writer import Flush, OpenStream, ShardWriter, Waiting
 from services.gateway.admission import Admission
 from services.gateway.metrics import SESSION_BYTES, SESSIONS
 

@@ -26,8 +26,8 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
-from services.trainer.config import EvaluationSettings
 from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.setting_tables import EvaluationSettings
 
 POLL_S = 2.0
 SERVED_POLL_S = 0.2

@@ -20,9 +20,9 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.runtime.weights import ERROR_KEY, WeightAnnouncement, WeightManifest, manifest_key
 from services.trainer.actors.learner import LearnerActor, TakeSnapshot
 from services.trainer.checkpoint.files import named_tensors
-from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Read, Take
 from services.trainer.mesh import MeshSettings
+from services.trainer.setting_tables import LoraSettings
 from tests.support.inference.weight_sources import Worker
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.trainer.learners import started_learner

@@ -22,9 +22,9 @@ from services.trainer.checkpoint.files import mapped
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.reading import fill_learner, master_weights, read_learner
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.mesh import MeshSettings
+from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.runtime.log_lines import log_lines
 from tests.support.trainer.learners import started_learner

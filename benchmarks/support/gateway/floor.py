@@ -20,7 +20,8 @@ from forge.runtime.process.service import ServiceContext
 from forge.runtime.process.startup import run
 from forge.runtime.settings import Port, ServiceConfig
 from forge.v1 import common_pb2, inference_pb2, inference_pb2_grpc, pool_pb2_grpc
-from services.gateway.actors.shard_writer import Append, Backlog, ShardWriter
+from services.gateway.actors.backlog import Backlog
+from services.gateway.actors.shard_writer import Append, ShardWriter
 from services.gateway.pool_client import Pool
 from services.gateway.router.router_stream import RouterStreams
 from services.gateway.router.sample_call import SampleCall

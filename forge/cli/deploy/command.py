@@ -15,6 +15,7 @@ from forge.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from forge.cli.deploy.cluster.cluster import Cluster
+    from forge.cli.deploy.cluster.upgrade import Journal
     from forge.cli.deploy.render.render import Report
 
 deploy_app = typer.Typer(
@@ -150,9 +151,7 @@ def upgrade(
         one = Upgrade(cluster, _report)
         journal = one.begun() if rollback else one.plan()
         if dry_run:
-            for number, step in enumerate(journal.steps, start=1):
-                state = "done " if number <= journal.done else ""
-                _report(f"{state}{number}/{len(journal.steps)} {step}")
+            _show_steps(journal)
             return
         if rollback and journal.state == "rolling":
             journal = one.roll_back(journal, "by --rollback")
@@ -169,6 +168,12 @@ def upgrade(
             "above. Mend it, then repeat the command: it begins a new upgrade"
         )
     raise typer.Exit(0 if done or rollback else 1)
+
+
+def _show_steps(journal: Journal) -> None:
+    for number, step in enumerate(journal.steps, start=1):
+        state = "done " if number <= journal.done else ""
+        _report(f"{state}{number}/{len(journal.steps)} {step}")
 
 
 @deploy_app.command()
@@ -223,69 +228,16 @@ def check(
     by ssh, and names those that did not answer or lack the last render. The exit code is 1 after a
     difference. It changes nothing, and may run beside an upgrade.
     """
+    from forge.cli.deploy.check_report import check_all, check_here
     from forge.cli.deploy.host.host import DEPLOYED
 
     if out is not None and folder is not None:
         raise InvalidArgument("--folder is of this host, and --out of all: name one of them")
-    is_well = _check_all(out, as_json) if out else _check_here(folder or DEPLOYED, as_json)
+    if out is None:
+        is_well = check_here(folder or DEPLOYED, as_json=as_json)
+    else:
+        is_well = check_all(_hosts(out), as_json=as_json)
     raise typer.Exit(0 if is_well else 1)
-
-
-def _check_here(folder: Path, as_json: bool) -> bool:
-    import sys
-
-    from forge.cli.deploy.host.check import as_json as json_of
-    from forge.cli.deploy.host.check import check_host
-    from forge.cli.deploy.host.host import HostDirectory
-    from forge.cli.finding import report
-
-    findings = []
-    for finding in check_host(folder):
-        findings.append(finding)
-        if not as_json:
-            report(finding)
-    if as_json:
-        sys.stdout.write(json_of(HostDirectory(folder=folder), findings) + "\n")
-    return all(one.ok for one in findings)
-
-
-def _check_all(out: Path, as_json: bool) -> bool:
-    import json
-    import sys
-
-    from rich.table import Table
-
-    from forge.cli.deploy.cluster.check_all import check_hosts, shared_findings
-    from forge.cli.deploy.host.check import rows
-    from forge.cli.finding import report
-
-    cluster = _hosts(out)
-    checked = check_hosts(cluster)
-    is_well = not any(one.problems for one in checked)
-    if as_json:
-        hosts = [
-            {
-                "host": one.host,
-                "ok": not one.problems,
-                "was_checked": one.was_checked,
-                "findings": rows(one.findings),
-            }
-            for one in checked
-        ]
-        sys.stdout.write(json.dumps({"ok": is_well, "hosts": hosts}) + "\n")
-        return is_well
-    table = Table("host", "address", "release", "units", "state", box=None, pad_edge=False)
-    for one in checked:
-        manifest = cluster.manifests[one.host]
-        count = len(one.problems)
-        state = f"{count} difference{'s' * (count > 1)}" if count else "as rendered"
-        state = state if one.was_checked else "not checked"
-        units = str(len(manifest.units))
-        table.add_row(one.host, manifest.address, manifest.release, units, state)
-    console.print(table)
-    for finding in shared_findings(checked):
-        report(finding)
-    return is_well
 
 
 @deploy_app.command("prepare-etcd")

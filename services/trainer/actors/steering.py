@@ -40,12 +40,12 @@ from forge.runtime.weights import (
     hold_key,
 )
 from services.trainer import metrics
-from services.trainer.config import CanarySettings
 from services.trainer.published.canary_rules import SUBJECT, chosen_workers, next_step
 from services.trainer.published.files import HeldFiles
 from services.trainer.published.publisher import Register, Superseded
 from services.trainer.published.recovery import ServedVersions
 from services.trainer.published.versions import PublishedVersion, PublishedVersions
+from services.trainer.setting_tables import CanarySettings
 
 _KEY = hold_key()
 

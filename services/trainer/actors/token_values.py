@@ -27,10 +27,10 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
-from services.trainer.config import TokenValuesSettings
 from services.trainer.reporting.token_value_files import StepValues, TokenValueFiles, TurnValues
 from services.trainer.samples.chosen_turns import chosen_numbers
 from services.trainer.samples.samples import BatchSamples
+from services.trainer.setting_tables import TokenValuesSettings
 
 DIRECTORY = "token-values"
 """In `checkpoint.dir`."""

@@ -23,8 +23,8 @@ from forge.core.errors import ConfigError
 from forge.rl.model.policy import TreePolicy
 from forge.rl.parallel.world import whole
 from forge.rl.tree.batch import TreeBatch
-from services.trainer.config import LoraSettings
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, own_tensors, tied_names
+from services.trainer.setting_tables import LoraSettings
 
 ADAPTER_DIRECTORY = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"

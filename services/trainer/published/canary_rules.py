@@ -18,9 +18,9 @@ import msgspec
 from forge.core.errors import FailedPrecondition
 from forge.runtime.coordination import Instance
 from forge.runtime.weights import BROKEN_KEY, ERROR_KEY, WeightAnnouncement, WeightHold
-from services.trainer.config import CanarySettings
 from services.trainer.published.quality import Quality
 from services.trainer.published.versions import PublishedVersions
+from services.trainer.setting_tables import CanarySettings
 
 SUBJECT = "automatic canary"
 """Subject of the holds that this trainer makes by itself."""

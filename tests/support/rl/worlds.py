@@ -37,8 +37,8 @@ from forge.rl.model.served_weights import ServedValues
 from forge.rl.out_of_memory import recompute_activations
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import World, whole
-from services.trainer.config import LoraSettings
 from services.trainer.model.lora import LoraTrainee
+from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.forests import forest
 from tests.support.rl.meshes import print_cases, write_cases
 from tests.support.rl.models import (

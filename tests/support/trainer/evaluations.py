@@ -11,9 +11,9 @@ from forge.core.errors import ForgeError
 from forge.v1 import common_pb2, inference_pb2, scheduler_pb2
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.history import Entry
-from services.trainer.config import EvaluationSettings
 from services.trainer.evaluation import DEFAULTS, Evaluator
 from services.trainer.reporting.run_record import TrainingRecord
+from services.trainer.setting_tables import EvaluationSettings
 from tests.support.runtime.waiting import until
 
 

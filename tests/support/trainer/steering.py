@@ -11,11 +11,11 @@ from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.weights import WeightHold, hold_key
 from services.trainer.actors.steering import Steering
-from services.trainer.config import CanarySettings
 from services.trainer.published.files import HeldFiles
 from services.trainer.published.publisher import Publisher
 from services.trainer.published.recovery import ServedVersions
 from services.trainer.published.versions import PublishedVersions
+from services.trainer.setting_tables import CanarySettings
 from tests.support.inference.weight_sources import SECURITY
 from tests.support.trainer.published_weights import FakeRegister, fetch, snapshot
 

@@ -19,12 +19,13 @@ from services.trainer.actors.learner import CheckReaders, Restore, TakeSnapshot
 from services.trainer.actors.training import Advance, Training
 from services.trainer.batches.batch_source import Claim, PreparedBatch
 from services.trainer.checkpoint.store import Checkpoint
-from services.trainer.config import CheckpointSettings, TrainerConfig
+from services.trainer.config import TrainerConfig
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.published.publisher import Snapshot
 from services.trainer.reporting.run_clock import RunClock
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.samples.samples import BatchSamples
+from services.trainer.setting_tables import CheckpointSettings
 
 
 @dataclass(slots=True, kw_only=True)

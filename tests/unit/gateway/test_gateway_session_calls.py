@@ -13,7 +13,7 @@ import pytest
 from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Unavailable
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.security.tokens import Claims
-from services.gateway.actors.shard_writer import Backlog
+from services.gateway.actors.backlog import Backlog
 from services.gateway.sessions import LONG_CALL_S, Session, SessionLimits, Sessions
 from tests.support.gateway.limits import admission_of
 

@@ -9,10 +9,10 @@ import structlog
 
 from forge.core.errors import ConfigError, InvalidArgument, Unavailable
 from forge.v1 import common_pb2
-from services.trainer.config import EvaluationSettings
 from services.trainer.evaluation import Evaluator, run_id_in
 from services.trainer.reporting.run_record import TrainingRecord
 from services.trainer.reporting.sinks import scalars
+from services.trainer.setting_tables import EvaluationSettings
 from tests.support.runtime.waiting import settle, until
 from tests.support.trainer.evaluations import Run, System, held_out
 

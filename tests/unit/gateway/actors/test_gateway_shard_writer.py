@@ -16,14 +16,8 @@ from forge.core.errors import FailedPrecondition, ResourceExhausted
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.rpc.chunks import Joiner
 from forge.v1 import common_pb2, pool_pb2
-from services.gateway.actors.shard_writer import (
-    Append,
-    Backlog,
-    Flush,
-    Replace,
-    ShardWriter,
-    Waiting,
-)
+from services.gateway.actors.backlog import Backlog
+from services.gateway.actors.shard_writer import Append, Flush, Replace, ShardWriter, Waiting
 
 WAIT_S = 60.0
 

@@ -11,7 +11,7 @@ import structlog
 from forge.rl.losses.stats import VersionGap
 from forge.runtime.weights import BROKEN_KEY, ERROR_KEY
 from services.trainer.actors.steering import Promote, ResumeHold, ReviewCanary, RollBack
-from services.trainer.config import CanarySettings
+from services.trainer.setting_tables import CanarySettings
 from tests.support.trainer.published_weights import FakeRegister
 from tests.support.trainer.steering import WORKERS, SteeredTrainer
 

@@ -11,8 +11,8 @@ from services.inference.engines.base import Probe, UnfitWeights
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import adopt
 from services.trainer.actors.learner import TakeSnapshot
-from services.trainer.config import LoraSettings
 from services.trainer.published.publisher import Snapshot
+from services.trainer.setting_tables import LoraSettings
 from tests.support.trainer.learners import started_learner
 
 _AUTOCAST = {"float32": "none", "bfloat16": "bfloat16"}

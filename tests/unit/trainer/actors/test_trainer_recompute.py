@@ -13,9 +13,9 @@ from forge.core.errors import ConfigError
 from forge.rl.config import OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import TakeSnapshot
-from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Take
 from services.trainer.model import placement
+from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
 

@@ -24,10 +24,10 @@ from services.trainer.actors.token_values import (
     TokenValueStore,
     expire,
 )
-from services.trainer.config import TokenValuesSettings
 from services.trainer.samples.chosen_turns import SampleSize, TurnPlace
 from services.trainer.samples.samples import BatchSamples
 from services.trainer.service import MOST_READS, TrainerServicer
+from services.trainer.setting_tables import TokenValuesSettings
 from tests.support.runtime.waiting import until
 
 SETTINGS = TokenValuesSettings()

@@ -20,10 +20,10 @@ from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.reading import master_weights
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.published.publisher import Publisher
 from services.trainer.published.versions import PublishedVersions
+from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import make_sample
 from tests.support.trainer.learners import started_learner
 from tests.support.trainer.old_checkpoints import as_format_2, as_listed

@@ -22,10 +22,10 @@ from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.config import LoraSettings
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.model.full_weights import load_model
 from services.trainer.published.publisher import Snapshot
+from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.trainer.learners import started_learner
 
