@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
-from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
-from forge.core.placement.sharding import choose_shard
+from forge.core.errors import NotFound, ResourceExhausted, Unavailable
 from forge.v1 import common_pb2
 from services.scheduler.state.messages.batches import (
     BatchView,
@@ -17,7 +15,7 @@ from services.scheduler.state.messages.batches import (
     Rewind,
     TakeBatch,
 )
-from services.scheduler.state.messages.groups import Submit, ViewGroups
+from services.scheduler.state.messages.groups import ViewGroups
 from services.scheduler.state.messages.rollouts import (
     DismissRunner,
     LeaseRollouts,
@@ -26,31 +24,11 @@ from services.scheduler.state.messages.rollouts import (
     Report,
     SettleRollouts,
 )
-from services.scheduler.state.messages.term import GetStatus, SetAway, Tick
+from services.scheduler.state.messages.term import SetAway, Tick
 from tests.support.runtime.waiting import settle, until
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
-
-
-def name_on(shard: str, prefix: str = "task") -> str:
-    """A task id that is placed on `shard`, of s0 and s1."""
-    names = (f"{prefix}-{number}" for number in range(100))
-    return next(name for name in names if choose_shard(name, {"s0", "s1"}) == shard)
-
-
-async def submit(term: TermActors, *tasks: common_pb2.Task) -> int:
-    submitted = Submit(tasks={task.task_id: task for task in tasks})
-    return int(await term.submissions.ask(submitted, timeout_s=ASK_S))
-
-
-async def lease(term: TermActors, count: int = 10) -> list[str]:
-    """Trajectory ids; none if there is nothing now."""
-    ask = LeaseRollouts(runner_id="r", max_rollouts=count)
-    future = await term.queue.ask(ask, timeout_s=ASK_S)
-    if not future.done():
-        future.cancel()
-        return []
-    return [grant.trajectory_id for grant in future.result()]
+from tests.support.scheduler.term_calls import lease, name_on, status, submit
 
 
 async def complete(term: TermActors, *trajectory_ids: str) -> None:
@@ -64,68 +42,6 @@ async def take(term: TermActors, size: int) -> BatchView:
     future = await term.queue.ask(TakeBatch(trainer_id="t", max_groups=size), timeout_s=ASK_S)
     view: BatchView = await future
     return view
-
-
-async def status(term: TermActors) -> Any:
-    return await term.queue.ask(GetStatus(), timeout_s=ASK_S)
-
-
-async def test_group_is_queued_only_once_it_is_stored(term: TermActors, shards: FakeShards) -> None:
-    """A shard without an answer fails its own groups alone; a retry keeps their indices."""
-    here, there = name_on("s0"), name_on("s1")
-    shards.down.add("s1")
-    with pytest.raises(Unavailable, match="s1"):
-        await submit(term, make_task(there), make_task(here))
-    assert await lease(term) == [f"{here}:0:0"]
-    shards.down.clear()
-    assert await submit(term, make_task(there), make_task(here)) == 1
-    (late,) = shards.groups["s1"]
-    assert late.queue_index == 0
-    assert (await status(term)).accepted == 2
-
-
-async def test_unacknowledged_group_cannot_change_its_content(
-    term: TermActors, shards: FakeShards
-) -> None:
-    """A group that may be stored is submitted with the same content, or refused."""
-    shards.down |= {"s0", "s1"}
-    with pytest.raises(Unavailable):
-        await submit(term, make_task("a"))
-    with pytest.raises(InvalidArgument, match="'a' was submitted before with different content"):
-        await submit(term, make_task("a", size=2))
-
-
-async def test_unacknowledged_groups_are_bounded(
-    term: TermActors, shards: FakeShards, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client that submits new tasks to an unreachable pool is refused; repeated tasks are
-    accepted."""
-    monkeypatch.setattr("services.scheduler.actors.submissions.MAX_UNSETTLED", 1)
-    shards.down |= {"s0", "s1"}
-    for _ in range(2):
-        with pytest.raises(Unavailable):
-            await submit(term, make_task("a"))
-    with pytest.raises(ResourceExhausted, match="did not confirm the writes of 1 groups"):
-        await submit(term, make_task("b"))
-    shards.down.clear()
-    assert await submit(term, make_task("a")) == 1
-    assert await submit(term, make_task("b")) == 1
-
-
-async def test_known_group_is_not_accepted_twice(term: TermActors) -> None:
-    """SubmitTasks is idempotent by id, and strict about content."""
-    assert await submit(term, make_task("a")) == 1
-    assert await submit(term, make_task("a")) == 0
-    with pytest.raises(InvalidArgument, match="different content"):
-        await submit(term, make_task("a", domain="qa"))
-
-
-async def test_full_queue_refuses_with_a_hint(term: TermActors) -> None:
-    """Overload is answered, not stored."""
-    await submit(term, *(make_task(f"a{i}") for i in range(100)))
-    with pytest.raises(ResourceExhausted, match="100 groups are pending") as refused:
-        await submit(term, make_task("b"))
-    assert refused.value.retry_after_s
 
 
 async def test_waiting_runner_gets_a_submitted_rollout(term: TermActors) -> None:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from forge.core.errors import NotFound, ResourceExhausted
 from forge.core.queue.activity import Activity
 from forge.core.queue.groups import SAME_OUTCOME
-from forge.v1 import common_pb2, scheduler_pb2
+from forge.v1 import scheduler_pb2
 from services.scheduler.state import draining_runners
 from services.scheduler.state.draining_runners import SetRunnerDraining, changed_drains
 from services.scheduler.state.messages.batches import TakeBatch
-from services.scheduler.state.messages.groups import Submit
 from services.scheduler.state.messages.rollouts import (
     LeaseRollouts,
     RenewRollouts,
     Report,
     SettleRollouts,
 )
-from services.scheduler.state.messages.term import GetStatus, SetActivity, Tick
+from services.scheduler.state.messages.term import SetActivity, Tick
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
+from tests.support.scheduler.term_calls import status, submit
 
 
 @pytest.fixture
@@ -35,11 +34,6 @@ async def skipping(shards: FakeShards, clock: Clock) -> AsyncIterator[TermActors
     await actors.system.stop()
 
 
-async def submit(term: TermActors, *tasks: common_pb2.Task) -> None:
-    submitted = Submit(tasks={task.task_id: task for task in tasks})
-    await term.submissions.ask(submitted, timeout_s=ASK_S)
-
-
 async def sample(term: TermActors, *rewards: float) -> None:
     """Lease as many rollouts, and seal each with its reward."""
     ask = LeaseRollouts(runner_id="r", max_rollouts=len(rewards))
@@ -49,10 +43,6 @@ async def sample(term: TermActors, *rewards: float) -> None:
         term.shards.seal(trajectory_id, reward=reward)
     reports = [Report(trajectory_id=i, summary=term.shards.stored[i]) for i in ids]
     await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
-
-
-async def status(term: TermActors) -> Any:
-    return await term.queue.ask(GetStatus(), timeout_s=ASK_S)
 
 
 async def test_pause_is_recorded_before_it_takes_effect(term: TermActors) -> None:

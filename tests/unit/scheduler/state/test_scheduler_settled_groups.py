@@ -26,7 +26,7 @@ from services.scheduler.state.messages.batches import (
     Rewind,
     TakeBatch,
 )
-from services.scheduler.state.messages.groups import ReserveIndices, RestoreGroups, Submit
+from services.scheduler.state.messages.groups import ReserveIndices, RestoreGroups
 from services.scheduler.state.messages.rollouts import (
     LeaseRollouts,
     LocateRollouts,
@@ -37,6 +37,7 @@ from services.scheduler.state.messages.rollouts import (
 from services.scheduler.state.messages.term import GetStatus
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
+from tests.support.scheduler.term_calls import submit
 
 GROUPS = 12
 
@@ -49,11 +50,6 @@ async def term(shards: FakeShards, clock: Clock) -> AsyncIterator[TermActors]:
     await actors.start()
     yield actors
     await actors.system.stop()
-
-
-async def submit(term: TermActors, *tasks: common_pb2.Task) -> int:
-    ask = Submit(tasks={task.task_id: task for task in tasks})
-    return int(await term.submissions.ask(ask, timeout_s=ASK_S))
 
 
 async def seal_next(term: TermActors) -> list[str]:

@@ -12,10 +12,11 @@ from forge.core.queue.dispatch.failures import FailureKind
 from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
 from services.scheduler.state.messages.groups import Submit
 from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
-from services.scheduler.state.messages.term import GetStatus, SetAway, Tick
+from services.scheduler.state.messages.term import SetAway, Tick
 from services.scheduler.state.stalls import Facts, Head, why
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
+from tests.support.scheduler.term_calls import status
 
 AFTER_S = 120.0
 
@@ -99,10 +100,6 @@ async def submit_and_lease(term: TermActors, task_id: str) -> str:
     ask = LeaseRollouts(runner_id="r", max_rollouts=1)
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     return str(grant.trajectory_id)
-
-
-async def status(term: TermActors) -> Any:
-    return await term.queue.ask(GetStatus(), timeout_s=ASK_S)
 
 
 async def test_status_shows_a_stall_until_a_batch_is_committed(
