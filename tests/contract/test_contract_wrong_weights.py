@@ -97,10 +97,10 @@ async def test_nan_at_run_time_fails_only_its_requests(pair: Pair) -> None:
 
     async def break_decode(answer: engines.Answer) -> None:
         for weight in policy._weights:
-            weight.served.data = torch.full_like(weight.served.data, torch.nan)
+            weight.served.data.fill_(torch.nan)
 
     with pytest.raises(BrokenWeights):
         await pair.sample(ids, replace(GREEDY, max_tokens=400), on_piece=break_decode)
     for weight, data in zip(policy._weights, kept, strict=True):
-        weight.served.data = data
+        weight.served.data.copy_(data)
     assert (await pair.sample(ids)).ids == expected.ids
