@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -39,7 +39,7 @@ from services.trainer.batches.read_orders import (
     ReadGroups,
 )
 from services.trainer.samples.credit_rules import CreditRules
-from services.trainer.samples.group_facts import ReadGroup, group_samples, read_group
+from services.trainer.samples.group_facts import GroupCredit, ReadGroup, group_samples, read_group
 from services.trainer.samples.samples import build_samples, merged
 
 BUDGET, CHANNELS = 16384, 4096
@@ -133,33 +133,59 @@ def _read(batch: Sequence[Sequence[pb.Trajectory]], own: Sequence[int]) -> dict[
     return {at: read_group(batch[at], RULES, {}) for at in own}
 
 
-def by_ranks(batch: Sequence[Sequence[pb.Trajectory]], count: int) -> tuple[Costs, int]:
-    """Each data group its groups; also the tree tokens."""
+def _groups_of(batch: Sequence[Sequence[pb.Trajectory]], count: int) -> list[list[int]]:
+    """The numbers of the rollout groups of each data group."""
     tokens = [
         sum(len(turn.prompt_ids) + len(turn.sampled.ids) for one in group for turn in one.turns)
         for group in batch
     ]
     readers = assigned(tokens, [0] * count)
-    mine = [[at for at, one in enumerate(readers) if one == reader] for reader in range(count)]
-    reads = [
-        ReadGroups(
-            batch=1,
-            groups=tuple(
-                LeasedGroup(
-                    number=at,
-                    pool_shard="s0",
-                    trajectory_ids=tuple(one.trajectory_id for one in batch[at]),
-                )
-                for at in own
-            ),
-            addresses={"s0": ("10.0.0.1:7000",)},
-            rules=RULES,
-            baselines_s={},
-            traced=False,
-            patience_s=5.0,
+    return [[at for at, one in enumerate(readers) if one == reader] for reader in range(count)]
+
+
+def _order_to_read(batch: Sequence[Sequence[pb.Trajectory]], own: Sequence[int]) -> ReadGroups:
+    groups = tuple(
+        LeasedGroup(
+            number=at,
+            pool_shard="s0",
+            trajectory_ids=tuple(one.trajectory_id for one in batch[at]),
         )
-        for own in mine
-    ]
+        for at in own
+    )
+    return ReadGroups(
+        batch=1,
+        groups=groups,
+        addresses={"s0": ("10.0.0.1:7000",)},
+        rules=RULES,
+        baselines_s={},
+        traced=False,
+        patience_s=5.0,
+    )
+
+
+def _order_to_plan(own: Sequence[int], credits: Sequence[GroupCredit]) -> PlanGroups:
+    return PlanGroups(
+        batch=1,
+        groups=tuple(CreditedGroup(number=at, credit=credits[at], update=0) for at in own),
+        updates=1,
+        rules=RULES,
+        settings=SETTINGS,
+        rows=(),
+    )
+
+
+def _planned(
+    own: Sequence[int], read: Mapping[int, ReadGroup], credits: Sequence[GroupCredit]
+) -> list[BatchPlan]:
+    """The batch of one data group."""
+    samples = [one for at in own for one in group_samples(read[at], credits[at], RULES)]
+    return plan_updates([samples], token_budget=BUDGET, channels=CHANNELS)
+
+
+def by_ranks(batch: Sequence[Sequence[pb.Trajectory]], count: int) -> tuple[Costs, int]:
+    """Each data group its groups; also the tree tokens."""
+    mine = _groups_of(batch, count)
+    reads = [_order_to_read(batch, own) for own in mine]
     read: dict[int, ReadGroup] = {}
     spent_s = [0.0] * count
     for reader, own in enumerate(mine):
@@ -168,25 +194,10 @@ def by_ranks(batch: Sequence[Sequence[pb.Trajectory]], count: int) -> tuple[Cost
     answers = [ReadAnswer(facts={at: read[at].facts for at in own}) for own in mine]
     facts = [read[at].facts for at in range(len(batch))]
     (_, credits), merged_s = timed(lambda: merged(facts, RULES, baselines_s={}))
-    plans = [
-        PlanGroups(
-            batch=1,
-            groups=tuple(CreditedGroup(number=at, credit=credits[at], update=0) for at in own),
-            updates=1,
-            rules=RULES,
-            settings=SETTINGS,
-            rows=(),
-        )
-        for own in mine
-    ]
+    plans = [_order_to_plan(own, credits) for own in mine]
     tree_tokens = 0
     for reader, own in enumerate(mine):
-
-        def plan(own: list[int] = own) -> list[BatchPlan]:
-            samples = [one for at in own for one in group_samples(read[at], credits[at], RULES)]
-            return plan_updates([samples], token_budget=BUDGET, channels=CHANNELS)
-
-        (planned,), more_s = timed(plan)
+        (planned,), more_s = timed(partial(_planned, own, read, credits))
         spent_s[reader] += more_s
         tree_tokens += planned.tree_tokens
     costs = Costs(

@@ -253,8 +253,13 @@ def _partition(
             choice = min(choice, ((cost + STEP_COST * spent[end], trees), cut))
         best.append(choice[0])
         cuts.append(choice[1])
+    return _runs(cuts)
+
+
+def _runs(cuts: Sequence[int]) -> list[Span]:
+    """The runs of all samples; `cuts[end]` is the start of the best last run before `end`."""
     runs: list[Span] = []
-    end = len(lengths)
+    end = len(cuts) - 1
     while end:
         runs.append((cuts[end], end))
         end = cuts[end]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-import pytest_asyncio
 
 from forge.client.stored.token_values import TokenValuesReader, TurnValues
 from forge.client.weights import WeightSteering, earlier_version
@@ -18,23 +16,13 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.coordination import Coordinator
 from forge.runtime.weights import TensorEntry, content_digest
 from forge.v1 import trainer_pb2
-from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import assert_counts_balance
 from tests.support.trainer.process import START_S
-from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, started_stack, until_finished
+from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, trainer_stack, until_finished
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest_asyncio.fixture
-async def stack(
-    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
-) -> AsyncIterator[Stack]:
-    async with started_stack(
-        tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator
-    ) as started:
-        yield started
+stack = trainer_stack
 
 
 async def test_run_trains_every_batch_and_finishes(stack: Stack, coordinator: Coordinator) -> None:

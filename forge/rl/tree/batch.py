@@ -154,26 +154,10 @@ def build_tree_batch(
     `channels` is query heads times head size of the model; `trajectories` are those of `samples`,
     computed once for all plans; `routes` are those of the plan's layout.
     """
-    ids_L = np.frombuffer(plan.ids, np.int32)
     chosen = [samples[index] for index in plan.samples]
     places = list(plan.samples)
     whole = trajectories or trajectories_of(samples)
-    temperatures, kinds = np.unique([one.temperature for one in chosen], return_inverse=True)
-    places_T = _ranges([span for spans in plan.trained for span in spans])
-    kinds_T = np.repeat(kinds, [one.trained_tokens for one in chosen])
-    parents_L = parents(plan.nodes).numpy()
-    head, edges_T = _head_rows(
-        ids_L, parents_L[places_T], places_T, kinds_T, temperatures.astype(np.float32)
-    )
-    layout = TreeLayout(
-        nodes=plan.nodes,
-        ids_L=torch.from_numpy(ids_L.astype(np.int64)),
-        positions_L=torch.from_numpy(_positions(plan.nodes)),
-        weights_L=torch.from_numpy(_multiplicities(plan)),
-        head=head,
-        channels=channels,
-        routes=routes,
-    )
+    layout, edges_T = _layout(plan, chosen, channels=channels, routes=routes)
     return TreeBatch(
         layout=layout,
         parts=tuple(cut_part(layout, span) for span in plan.parts),
@@ -192,6 +176,30 @@ def build_tree_batch(
         trajectories_S=torch.from_numpy(whole.numbers[places]),
         trajectory_tokens_S=torch.from_numpy(whole.tokens[places]),
     )
+
+
+def _layout(
+    plan: TreePlan, chosen: Sequence[Sample], *, channels: int, routes: TreeRoutes | None
+) -> tuple[TreeLayout, np.ndarray]:
+    """The nodes and logit rows of a plan, and the edge of each trained token."""
+    ids_L = np.frombuffer(plan.ids, np.int32)
+    temperatures, kinds = np.unique([one.temperature for one in chosen], return_inverse=True)
+    places_T = _ranges([span for spans in plan.trained for span in spans])
+    kinds_T = np.repeat(kinds, [one.trained_tokens for one in chosen])
+    parents_L = parents(plan.nodes).numpy()
+    head, edges_T = _head_rows(
+        ids_L, parents_L[places_T], places_T, kinds_T, temperatures.astype(np.float32)
+    )
+    layout = TreeLayout(
+        nodes=plan.nodes,
+        ids_L=torch.from_numpy(ids_L.astype(np.int64)),
+        positions_L=torch.from_numpy(_positions(plan.nodes)),
+        weights_L=torch.from_numpy(_multiplicities(plan)),
+        head=head,
+        channels=channels,
+        routes=routes,
+    )
+    return layout, edges_T
 
 
 def _returns(samples: Sequence[Sample]) -> Tensor | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest_asyncio
 
 from forge.runtime.coordination import Coordinator
 from forge.v1 import common_pb2, trainer_pb2
@@ -43,15 +44,15 @@ class Stack:
         }
 
 
-@asynccontextmanager
-async def started_stack(
-    folder: Path, *, etcd: EtcdServer, cluster: str, coordinator: Coordinator
+@pytest_asyncio.fixture
+async def trainer_stack(
+    tmp_path: Path, etcd: EtcdServer, cluster: str, coordinator: Coordinator
 ) -> AsyncIterator[Stack]:
     """A scheduler, a pool, and a trainer that is killed at the end if it runs."""
-    services = SchedulerCluster(folder, etcd=etcd, cluster=cluster, coordinator=coordinator)
+    services = SchedulerCluster(tmp_path, etcd=etcd, cluster=cluster, coordinator=coordinator)
     services.start_pool()
     services.start_scheduler(queue={"batch_groups": str(GROUPS_PER_STEP)})
-    trainer = TrainerProcess(folder, etcd=etcd, cluster=cluster, key_file=folder / "key")
+    trainer = TrainerProcess(tmp_path, etcd=etcd, cluster=cluster, key_file=tmp_path / "key")
     client = TrainerClient(coordinator, services.channels)
     try:
         yield Stack(cluster=services, trainer=trainer, client=client)
