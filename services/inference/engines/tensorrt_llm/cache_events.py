@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.inference.engines.block_chains import BlockChains
-from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.cache_reports.block_chains import BlockChains
+from services.inference.engines.cache_reports.cache_log import CacheLog
 
 
 class CacheEvents(BlockChains):

@@ -33,7 +33,7 @@ from services.inference.engines.base import (
     RefusedHandOff,
     Tokens,
 )
-from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.provider import EngineOptions

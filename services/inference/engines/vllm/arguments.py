@@ -19,11 +19,9 @@ from services.inference.engine_settings import VllmSettings
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.capabilities import Role
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.vllm import draft_heads, extension
-from services.inference.engines.vllm.answer_logits import AnswerLogits
+from services.inference.engines.vllm.exchange import names
 from services.inference.engines.vllm.hand_off import require_nixl, transfer_config
 
-WEIGHT_BACKEND = extension.BACKEND
 MOST_TOP_LOGPROBS = 20
 _LEAST_PASS_TOKENS = 2048
 _WEIGHTLESS_DRAFTS = ("ngram", "suffix", "custom_class")
@@ -208,7 +206,7 @@ def _draft_arguments(options: EngineOptions) -> dict[str, Any]:
     return {
         "speculative_config": {
             "method": "custom_class",
-            "model": f"{draft_heads.__name__}.{draft_heads.DraftHeads.__name__}",
+            "model": names.DRAFT_HEADS,
             "num_speculative_tokens": count,
             **_unpadded(options, count),
         }
@@ -349,7 +347,7 @@ def _sampling_arguments(options: EngineOptions) -> dict[str, Any]:
         # One more has the log-prob in the model's own distribution.
         "max_logprobs": MOST_TOP_LOGPROBS + 1,
         "structured_outputs_config": {"backend": "guidance"},
-        **({} if drafts(options) else {"logits_processors": [AnswerLogits]}),
+        **({} if drafts(options) else {"logits_processors": [names.ANSWER_LOGITS]}),
     }
 
 
@@ -359,8 +357,8 @@ def _weight_arguments() -> dict[str, Any]:
     return {
         # The first weights come as all others do.
         "load_format": "dummy",
-        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_BACKEND),
-        "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
+        "weight_transfer_config": WeightTransferConfig(backend=names.WEIGHT_BACKEND),
+        "worker_extension_cls": names.WORKER_EXTENSION,
     }
 
 

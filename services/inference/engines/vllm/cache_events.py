@@ -28,8 +28,8 @@ from vllm.distributed.kv_events import (
 from zmq.utils.monitor import recv_monitor_message
 
 from forge.runtime.telemetry import log
-from services.inference.engines.block_chains import BlockChains
-from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.cache_reports.block_chains import BlockChains
+from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.vllm.metrics import CACHE_GAPS
 
 _CONNECT_S = 60.0

@@ -45,8 +45,8 @@ from services.inference.engines.vllm.cache_events import (
     CacheFollower,
     EventSockets,
 )
-from services.inference.engines.vllm.expert_rows import ExpertRows
-from services.inference.engines.vllm.kv_format import Layout
+from services.inference.engines.vllm.exchange.expert_rows import ExpertRows
+from services.inference.engines.vllm.exchange.kv_format import Layout
 from services.inference.engines.vllm.leg import Leg, to_piece, versions_in
 from services.inference.engines.vllm.processes import Processes
 from services.inference.engines.vllm.staging import Checkpoint, Staged, shared

@@ -20,8 +20,13 @@ import msgspec
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from services.inference.engines.base import KvSpan, Prompt, RefusedHandOff
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
-from services.inference.engines.vllm import kv_connector
-from services.inference.engines.vllm.kv_format import Layout, block_bytes, checked, fingerprint_of
+from services.inference.engines.vllm.exchange.kv_format import (
+    Layout,
+    block_bytes,
+    checked,
+    fingerprint_of,
+)
+from services.inference.engines.vllm.exchange.names import KV_CONNECTOR, LOAD, SAVE, TOKENS
 
 Params = dict[str, Any]
 """vLLM's kv_transfer_params."""
@@ -168,7 +173,7 @@ class CopyHandOffs:
         """See `HandOffs`. Raises ResourceExhausted."""
         blocks = prompt.tokens // self._block_tokens
         copy = await self._room(_HEADER_BYTES + blocks * block_bytes(self._layout))
-        copy.params = {kv_connector.SAVE: copy.memory.path} if blocks else {}
+        copy.params = {SAVE: copy.memory.path} if blocks else {}
         return copy
 
     async def load(self, span: KvSpan, prompt: Prompt) -> _Copy | None:
@@ -186,7 +191,7 @@ class CopyHandOffs:
             raise _refused("place", f"{tokens} tokens from {span.from_token}")
         copy = await self._room(len(span.data))
         copy.memory.write(span.data)
-        copy.params = {kv_connector.LOAD: copy.memory.path, kv_connector.TOKENS: tokens}
+        copy.params = {LOAD: copy.memory.path, TOKENS: tokens}
         return copy
 
     async def _room(self, size: int) -> _Copy:
@@ -244,7 +249,7 @@ def transfer_config(kind: Literal["copy", "nixl"], *, role: str) -> Mapping[str,
         "kv_load_failure_policy": "recompute",
     }
     if kind == "copy":
-        module, name = kv_connector.__name__, kv_connector.KvCopies.__name__
+        module, name = KV_CONNECTOR
         return {"kv_connector": name, "kv_connector_module_path": module, **common}
     return {"kv_connector": NIXL_CONNECTOR, **common}
 

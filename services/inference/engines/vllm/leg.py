@@ -7,7 +7,7 @@ from typing import Any
 
 from services.inference.engines.base import Piece, Prompt
 from services.inference.engines.vllm import sampling
-from services.inference.engines.vllm.expert_rows import ExpertRows
+from services.inference.engines.vllm.exchange.expert_rows import ExpertRows
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from services.inference.engines.base import (
     Sampling,
     Tokens,
 )
-from services.inference.engines.vllm.answer_logits import OWN, Orders
+from services.inference.engines.vllm.exchange.orders import OWN, Orders
 
 _SEED_BYTES = 7
 """vLLM's seeds are signed 64-bit numbers."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge.core.errors import DataLoss
-from services.inference.engines.vllm.kv_format import (
+from services.inference.engines.vllm.exchange.kv_format import (
     block_bytes,
     checked,
     fingerprint_of,

@@ -15,7 +15,7 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from forge.runtime.telemetry import log
 from services.inference.engines.base import ModelLimits, Probe
-from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, cache_sizes
 from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model.policy import Policy

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.core.errors import ConfigError
 from forge.runtime.telemetry import log
-from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.decode_step import DecodeStep

@@ -22,10 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from forge.core.errors import ForgeError
 from forge.runtime.telemetry import log
-from services.inference.engines.vllm.kv_format import load_blocks, write_blocks
-
-SAVE, LOAD, TOKENS = "forge_save", "forge_load", "forge_tokens"
-"""Keys of `kv_transfer_params`: a path to fill, or one to load and its number of tokens."""
+from services.inference.engines.vllm.exchange.kv_format import load_blocks, write_blocks
+from services.inference.engines.vllm.exchange.names import LOAD, SAVE, TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,16 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from xxhash import xxh3_64_intdigest
 
 from services.inference.engines.tensor_bytes import from_bytes
-from services.inference.engines.vllm import cpu_kernels, draft_heads, expert_recorder, reload
-from services.inference.engines.vllm.answer_logits import install
-from services.inference.engines.vllm.kv_format import Layout, layout_of
+from services.inference.engines.vllm.engine_core import (
+    cpu_kernels,
+    draft_heads,
+    expert_recorder,
+    reload,
+)
+from services.inference.engines.vllm.engine_core.answer_logits import install
+from services.inference.engines.vllm.exchange.kv_format import Layout, layout_of
+from services.inference.engines.vllm.exchange.names import WEIGHT_BACKEND
 from services.inference.engines.weight_checks import DRAFT_PREFIX
-
-BACKEND = "forge"
 
 
 class WorkerExtension:
@@ -150,5 +154,5 @@ def _tensor(
     return name, from_bytes(part, dtype=dtype, shape=tuple(shape))
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, ForgeTransfer)
+if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, ForgeTransfer)

@@ -6,8 +6,8 @@ from contextlib import aclosing
 
 from forge.core.placement.chains import PromptChains
 from forge.core.token_columns import int32_bytes
-from services.inference.engines.block_chains import BlockChains
-from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.cache_reports.block_chains import BlockChains
+from services.inference.engines.cache_reports.cache_log import CacheLog
 
 SIZE = 4
 

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 
 from services.inference import kv_codec
-from services.inference.engines import cache_log
 from services.inference.engines.base import CacheChange
-from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.cache_reports import cache_log
+from services.inference.engines.cache_reports.cache_log import CacheLog
 
 A, B, C = (bytes([n] * 8) for n in range(3))
 

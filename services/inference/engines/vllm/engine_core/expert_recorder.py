@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from forge.core.routes import RouteShape
-from services.inference.engines.vllm.expert_rows import ASKED
+from services.inference.engines.vllm.exchange.expert_rows import ASKED
 
 
 class NotRecordable(Exception):

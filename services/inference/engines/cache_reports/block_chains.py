@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from forge.core.placement.chains import ROOT, PromptChains, chain_hash
 from forge.core.token_columns import int32_bytes
-from services.inference.engines.cache_log import CacheLog
+from services.inference.engines.cache_reports.cache_log import CacheLog
 
 
 class BlockChains:

@@ -1,0 +1,1 @@
+"""What the router learns of a prefix cache: its blocks by chain hash, and their changes."""

@@ -1,0 +1,14 @@
+"""Names by which vLLM's processes import `engine_core`, and keys of what they are told."""
+
+from __future__ import annotations
+
+_ENGINE_CORE = "services.inference.engines.vllm.engine_core"
+ANSWER_LOGITS = f"{_ENGINE_CORE}.answer_logits:AnswerLogits"
+DRAFT_HEADS = f"{_ENGINE_CORE}.draft_heads.DraftHeads"
+WORKER_EXTENSION = f"{_ENGINE_CORE}.extension.WorkerExtension"
+KV_CONNECTOR = (f"{_ENGINE_CORE}.kv_connector", "KvCopies")
+"""Module and class."""
+WEIGHT_BACKEND = "forge"
+"""Backend of weight transfer, which `extension` registers."""
+SAVE, LOAD, TOKENS = "forge_save", "forge_load", "forge_tokens"
+"""Keys of `kv_transfer_params`: a path to fill, or one to load and its number of tokens."""
