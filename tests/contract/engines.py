@@ -8,7 +8,7 @@ FORGE_ENGINES_DEVICE=cuda:0 the embedded engine runs on that device (`make test-
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -369,7 +369,12 @@ def able(ability: str, value: Any = None) -> list[str]:
     return [name for name in ENGINES if declares(getattr(CAPABILITIES[name], ability))]
 
 
-def require(ability: bool) -> None:
-    """Ends the test of an ability that the engine does not declare."""
+def require(ability: bool, lacking: str) -> None:
+    """Ends the test of an ability that the engine does not declare, by its name `lacking`."""
     if not ability:
-        pytest.skip("the engine does not declare it")
+        pytest.skip(f"the engine declares no {lacking}")
+
+
+def or_skipped(names: Iterable[str], reason: str) -> list[Any]:
+    """Engines of a test, or one skipped test with the reason why none of the suite's can run it."""
+    return [*names] or [pytest.param("none", marks=pytest.mark.skip(reason=reason))]

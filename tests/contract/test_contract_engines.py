@@ -47,7 +47,11 @@ async def pair(start: Start) -> AsyncIterator[Pair]:
         yield started
 
 
-@pytest.fixture(params=engines.SEPARATE)
+@pytest.fixture(
+    params=engines.or_skipped(
+        engines.SEPARATE, "vLLM's two roles are in tests/engines/test_engines_vllm_handoff.py"
+    )
+)
 async def separate(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """Two engines that hand over."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
@@ -101,7 +105,7 @@ async def test_logprobs_equal_those_of_a_full_forward(pair: Pair) -> None:
 
 async def test_logprobs_are_of_the_sampled_distribution(pair: Pair) -> None:
     """With temperature and top-k, log-probs are renormalised over the allowed tokens."""
-    engines.require(pair.capabilities.cuts)
+    engines.require(pair.capabilities.cuts, "cuts")
     model = reference("qwen3")
     ids = prompt_ids(20)
     answer = await pair.sample(ids, replace(SAMPLED, temperature=0.7, top_k=5, seed=3))
@@ -180,7 +184,7 @@ async def test_seed_determines_the_answer(pair: Pair) -> None:
 
 async def test_continued_request_draws_the_same_tokens(pair: Pair) -> None:
     """Prefilling prompt and partial answer elsewhere gives the uninterrupted answer."""
-    engines.require(pair.capabilities.draws == "positional")
+    engines.require(pair.capabilities.draws == "positional", "draws by position")
     ids = prompt_ids(20)
     whole = await pair.sample(ids, replace(SAMPLED, seed=7, max_tokens=12))
     rest = await pair.sample(ids + whole.ids[:5], replace(SAMPLED, seed=7, max_tokens=7))
@@ -349,8 +353,6 @@ async def test_groups_of_every_shape_answer_as_alone(start: Start, seed: int) ->
         return rng.random() < 0.8
 
     async with start(max_running=24) as pair:
-        # Others than the embedded engine share no context between requests of one batch.
-        engines.require(seed == 0 or pair.capabilities.engine == "embedded")
         await pair.load(published(model), version=1)
         on_pieces = [maybe_leave if rng.random() < 0.2 else None for _ in requests]
         for _ in range(2):

@@ -85,7 +85,7 @@ async def test_grammar_affects_no_other_request(pair: Pair) -> None:
 async def test_another_worker_continues_behind_matched_tokens(pair: Pair, tmp_path: Path) -> None:
     """Prompt and half an answer, given as matched, continue like the uninterrupted answer, with
     other draws where they do not depend on the position alone."""
-    engines.require("grammar" in pair.capabilities.resumes)
+    engines.require("grammar" in pair.capabilities.resumes, "grammars of moved requests")
     ids = prompt_ids(12)
     whole = await pair.sample(ids, replace(HELD, seed=5))
     for cut in (1, 4, len(whole.ids) - 2):

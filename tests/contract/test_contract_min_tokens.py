@@ -50,7 +50,7 @@ async def test_answer_has_its_least_length(pair: Pair) -> None:
 
 async def test_kept_share_restores_log_probs_of_the_whole_distribution(pair: Pair) -> None:
     """As with a grammar: log-prob plus share is the log-prob without a least length."""
-    engines.require(pair.capabilities.shares)
+    engines.require(pair.capabilities.shares, "shares")
     ids = prompt_ids(20)
     answer = await pair.sample(ids, HELD)
     logits = reference("qwen3")(torch.tensor([ids + answer.ids])).logits[0, len(ids) - 1 : -1]
