@@ -23,7 +23,7 @@ def findings(name: str, model_path: str = "") -> Iterator[EngineFinding]:
         yield EngineFinding(ok=False, text=f"engine {name}", remedy=str(error))
         return
     if examine is None:
-        yield EngineFinding(ok=True, text=f"engine {name} is installed, and has no checks")
+        yield EngineFinding(ok=True, text=f"engine {name} is registered, and has no checks")
         return
     yield from examine(model_path)
 
