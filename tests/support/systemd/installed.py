@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge.cli.local_run.models.models import tiny_directory
 from tests.support.systemd.bare_host import STOCK as STOCK_PACKAGES
 from tests.support.systemd.bare_host import BareHost, make_root
 from tests.support.systemd.disk import Disk, kept, remove_tree
@@ -18,12 +19,15 @@ from tests.support.systemd.packages import digest_of_packages
 ROOT = Path(__file__).parents[3]
 STOCK = ROOT / ".systemd" / "debian12-ssh"
 SOFTWARE = "/opt/forge"
-_OF_FORGE = ("/root/forge", "/etc/forge", "/var/lib/forge")
-_REMOVE = """
+_OF_FORGE = ("/root/forge", "/etc/forge")
+_DATA = Path("/var/lib/forge")
+_REMOVE = f"""
+find {_DATA} -mindepth 1 ! -path {_DATA}/models ! -path '{tiny_directory(_DATA, seed=0)}*' -delete
 rm -rf /opt/forge/.venv /etc/systemd/system/forge* /etc/sysusers.d/forge.conf
 rm -f /etc/tmpfiles.d/forge.conf
 """
-"""What the documented commands make a second time."""
+"""What the documented commands make a second time. The weights of the tiny model stay if
+they are of the present version: to train them takes longer than all other commands."""
 CPU = "FORGE_DEVICE=cpu\nFORGE_DTYPE=float32\n"
 SMALL = "FORGE_QUEUE__CONCURRENCY=16\nFORGE_QUEUE__BATCH_GROUPS=4\n"
 """A queue for a tiny model."""
