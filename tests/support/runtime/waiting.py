@@ -53,12 +53,14 @@ async def settle(rounds: int = 100) -> None:
         await sleep(0)
 
 
-def until_blocking(condition: Callable[[], Result], *, limit_s: float = LIMIT_S) -> Result:
-    """The same for a test without an event loop."""
+def until_blocking(
+    condition: Callable[[], Result], *, limit_s: float = LIMIT_S, least_pause_s: float = 0.0
+) -> Result:
+    """The same for a test without an event loop. `least_pause_s`: for a costly condition."""
     for pause_s in _pauses(condition, limit_s):
         if found := condition():
             return found
-        time.sleep(pause_s)
+        time.sleep(max(pause_s, least_pause_s))
     raise AssertionError("the pauses never end")
 
 

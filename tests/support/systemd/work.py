@@ -7,8 +7,9 @@ from functools import partial
 from tests.support.runtime.waiting import until_blocking
 
 LIMIT_S = 600.0
-until = partial(until_blocking, limit_s=LIMIT_S)
-"""Waits for what a whole system does."""
+until = partial(until_blocking, limit_s=LIMIT_S, least_pause_s=1.0)
+"""Waits for what a whole system does. Most conditions start `forge status`, which would take a core
+from the services if it were started again at once."""
 TASKS = """
 import json, sys
 from random import Random
