@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 from forge.core.errors import ConfigError
@@ -19,17 +20,23 @@ DISTRIBUTION = "forge-rl"
 
 def requirements(extras: Collection[str]) -> list[Requirement]:
     """Returns the requirements of the core and of `extras`."""
+    return [
+        package
+        for package in _declared()
+        if not package.marker
+        or any(package.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+    ]
+
+
+@cache
+def _declared() -> tuple[Requirement, ...]:
+    """Returns the requirements with their markers; to parse them takes most of a look-up."""
     # Late imports: a command that needs no metadata starts faster.
     from importlib import metadata
 
     from packaging.requirements import Requirement
 
-    return [
-        package
-        for package in map(Requirement, metadata.requires(DISTRIBUTION) or ())
-        if not package.marker
-        or any(package.marker.evaluate({"extra": extra}) for extra in ("", *extras))
-    ]
+    return tuple(map(Requirement, metadata.requires(DISTRIBUTION) or ()))
 
 
 def missing_packages(extras: Collection[str]) -> set[str]:
