@@ -193,8 +193,8 @@ def test_flex_attention_needs_few_compilations_for_all_trees(
     torch._dynamo.reset()
     kinds = [(heads, dtype) for heads in (2, 4) for dtype in (torch.float32, torch.bfloat16)]
     for heads, dtype in kinds:
-        for start in (0, 50, 200, 400, 450):
-            for window in (None, 70, 90):
+        for start in (0, 200, 450):
+            for window in (None, 70):
                 schedule = schedule_of(start=start)
                 q, k, v = (x.detach().to(dtype) for x in inputs(schedule))
                 flex_tree_attention(q[:, :heads], k, v, schedule, Form(scale=0.3, window=window))

@@ -37,12 +37,12 @@ from tests.support.rl.models import (
 )
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
-"""`make properties` computes some fifty times as many or more."""
-TREES = 10_000 if FUZZ else 200
-FORESTS = 3_200 if FUZZ else 70
+"""`make properties` computes a hundred times as many or more."""
+TREES = 10_000 if FUZZ else 70
+FORESTS = 3_200 if FUZZ else 28
 """Of some three to four trees each."""
-EXPERT_FORESTS = 150 if FUZZ else 8
-SAMPLES = 200
+EXPERT_FORESTS = 150 if FUZZ else 6
+SAMPLES = 200 if FUZZ else 60
 """Of which forests are drawn; over three tokens, so that they share prefixes of every length."""
 ROOTS, LONGEST = 8, 10
 UNSPLIT = 1 << 30

@@ -96,7 +96,7 @@ def understand(body: bytes) -> None:
 
 
 @given(bodies)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_json_is_accepted_or_refused_with_a_forge_error(body: dict[str, Any]) -> None:
     """No body of any shape raises anything but an error of our own."""
     try:

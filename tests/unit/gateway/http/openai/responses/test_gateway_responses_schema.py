@@ -326,7 +326,7 @@ bodies = st.fixed_dictionaries(
 
 
 @given(bodies)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_json_is_accepted_or_refused_with_a_forge_error(body: dict[str, Any]) -> None:
     """No body of any shape raises anything but an error of our own."""
     try:
