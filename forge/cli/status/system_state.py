@@ -9,7 +9,6 @@ import asyncio
 import json
 from asyncio import gather
 from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -46,7 +45,7 @@ NEEDED: Mapping[str, str] = {
 _APART = ("version", AGREED_KEY)
 """Metadata keys that are shown elsewhere, or nowhere."""
 _KINDS = (*READY_KINDS, "runner")
-_KNOW_S = 5.0
+_KNOW_S = 15.0
 _HEALTH_S = 5.0
 
 Status = TypeVar("Status")
@@ -132,8 +131,8 @@ class SystemState:
 
 async def read_state(coordinator: Coordinator, channels: Channels, *, cluster: str) -> SystemState:
     """Reads everything at once, without retries, from the services that etcd has: absent ones are
-    reported. Raises `Unavailable` without etcd, `Unauthenticated` for the key of another
-    cluster."""
+    reported. Raises `Unavailable` without etcd or before etcd has listed them, `Unauthenticated`
+    for the key of another cluster."""
     await _know_services(coordinator)
     operator = Operator(coordinator, channels, retry_for_s=0.0, find_s=0.0)
     services, standbys, scheduler, inference, trainer, (_, clocks) = await gather(
@@ -187,10 +186,15 @@ async def _or_error(status: Awaitable[Status]) -> Status | ForgeError:
 
 async def _know_services(coordinator: Coordinator) -> None:
     """Wait for the first view of etcd: before, an absent service cannot be told from a present
-    one."""
-    with suppress(TimeoutError):
+    one. Raises `Unavailable`."""
+    try:
         async with asyncio.timeout(_KNOW_S):
             await gather(*(coordinator.discover(kind).known() for kind in _KINDS))
+    except TimeoutError:
+        raise Unavailable(
+            f"etcd has not listed the services within {_KNOW_S:g} s: it or this host is "
+            "overloaded; repeat the command"
+        ) from None
 
 
 async def _services(coordinator: Coordinator, channels: Channels) -> list[Service]:

@@ -26,6 +26,8 @@ HEALTHY_S = 300.0
 _RESTART_S = 900.0
 """A trainer writes a checkpoint at its stop: 11 minutes, see its unit."""
 _INSTALL_S = 300.0
+_STATUS_S = 180.0
+"""On a host under load it took more than 60 s."""
 AWAY_S = 60.0
 """A connection that breaks is no reason to turn a roll around."""
 _PAUSE_S = 1.0
@@ -138,7 +140,8 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         """Return `forge status --json`, as the admin's host sees the cluster. Raises
         `StepFailed`."""
-        shown = self.run(self.admin, "bash", "-lc", "forge status --json 2>&1")
+        words = ("bash", "-lc", "forge status --json 2>&1")
+        shown = self.run(self.admin, *words, limit_s=_STATUS_S)
         try:
             found: dict[str, Any] = json.loads(shown.strip().rpartition("\n")[2])
         except ValueError:
@@ -146,12 +149,22 @@ class Cluster:
         return found
 
     def leaders(self) -> set[str]:
-        """Return the ids of the instances that lead: replicated shards, scheduler, trainer."""
-        return {
-            one["instance"]
-            for one in self.status()["services"]
-            if one["kind"] == "pool" or one["role"] == "leader"
-        }
+        """Return the ids of the instances that lead: replicated shards, scheduler, trainer. A host
+        under load may give no status at first. Raises `StepFailed`."""
+        deadline_s = self.now_s() + self.healthy_s
+        while True:
+            try:
+                services = self.status()["services"]
+            except StepFailed:
+                if self.now_s() >= deadline_s:
+                    raise
+                self.pause(_PAUSE_S)
+            else:
+                return {
+                    one["instance"]
+                    for one in services
+                    if one["kind"] == "pool" or one["role"] == "leader"
+                }
 
     def wait_active(self, host: str, unit: str) -> None:
         """Wait until a unit runs. Raises `StepFailed` with the last lines of its journal."""

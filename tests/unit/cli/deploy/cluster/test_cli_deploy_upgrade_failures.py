@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forge.cli.deploy import command
+from forge.cli.deploy.cluster.transport import Ended
 from forge.cli.deploy.cluster.upgrade import JOURNAL, read_journal
 from forge.cli.deploy.render.lock import locked
 from forge.cli.deploy.render.render import rendered_hosts
@@ -55,6 +56,34 @@ def test_lost_connection_turns_no_upgrade_around(hosts: FakeHosts, tmp_path: Pat
     hosts.away = lambda host, words: "restart" in words and next(gaps) % 2 == 0
     assert upgraded(tmp_path, code=0)[-1] == f"every instance has release {TO}"
     assert hosts.releases() == {TO}
+
+
+@pytest.mark.parametrize("first", ["fails", "is no JSON"])
+def test_late_status_of_a_loaded_host_refuses_no_upgrade(
+    hosts: FakeHosts, tmp_path: Path, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leaders are read again, and restart last; without any status nothing is changed."""
+    looks = count()
+    is_status = lambda words: words[:2] == ["bash", "-lc"]  # noqa: E731
+    effect = FakeHosts._effect
+
+    def late(self: FakeHosts, host: str, words: list[str]) -> Ended:
+        if first == "is no JSON" and is_status(words) and next(looks) < 1:
+            return Ended(code=0, output="forge: etcd has not listed the services\n")
+        return effect(self, host, words)
+
+    monkeypatch.setattr(FakeHosts, "_effect", late)
+    hosts.fails = lambda _, words: first == "fails" and is_status([*words]) and next(looks) < 1
+    assert upgraded(tmp_path, code=0)[-1] == f"every instance has release {TO}"
+    restarts = [host for host, words in hosts.commands if "restart forge-scheduler@1" in words]
+    assert restarts == ["beta", "alpha"]
+
+
+def test_upgrade_without_any_status_changes_nothing(hosts: FakeHosts, tmp_path: Path) -> None:
+    """The line has the reason."""
+    hosts.fails = lambda _, words: [*words][:2] == ["bash", "-lc"]
+    assert "planted: forge status" in upgraded(tmp_path, code=1)[-1]
+    assert hosts.releases() == {BEFORE} and not (tmp_path / JOURNAL).exists()
 
 
 def test_lost_host_keeps_no_other_from_the_rollback(hosts: FakeHosts, tmp_path: Path) -> None:
