@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from forge.rl.attention.tree_attention import current_tree, over_tree
 from forge.rl.routing import recomputed_with_routes
 
 SHRINK = 0.5
@@ -44,8 +47,23 @@ def recompute_activations(model: Any) -> None:
     """
     enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
     (enable or model.gradient_checkpointing_enable)(
-        {"use_reentrant": False, "context_fn": recomputed_with_routes}
+        {"use_reentrant": False, "context_fn": _recomputed}
     )
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
+
+
+def _recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """`context_fn` of torch.utils.checkpoint: the recomputation has the routes and the tree of the
+    forward."""
+    forward, routes = recomputed_with_routes()
+    return forward, _nested(routes, over_tree(current_tree()))
+
+
+@contextmanager
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield

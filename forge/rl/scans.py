@@ -23,19 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.rl.begun_scan import from_state
+
 Compute = Callable[[dict[str, Any]], Any]
 """One of the functions, over its arguments by name."""
 Handler = Callable[[str, Compute, dict[str, Any]], Any]
 """Computes a call of a function in place of it; gets its name, itself and its arguments."""
 
 CONVOLUTION = "causal_conv1d_fn"
+MAMBA1 = "mamba_selective_scan"
+"""Takes the state to begin with, too, as `begun_scan.STATE`."""
 _STATES: dict[str, str] = {
     CONVOLUTION: "",
     "causal_conv1d_update": "conv_state",
     "chunk_kimi_delta_attention": "",
     "mamba2_chunk_scan": "",
     "mamba2_selective_state_update": "state",
-    "mamba_selective_scan": "",
+    MAMBA1: "",
     "mamba_selective_state_update": "state",
     "recurrent_kimi_delta_attention": "",
     "torch_chunk_gated_delta_rule": "",
@@ -48,6 +52,8 @@ _WIDER = {"float": "double", "float32": "float64"}
 
 class _Local(threading.local):
     handler: Handler | None = None
+    state: Tensor | None = None
+    """The last state that a scan returned in float64."""
 
 
 _local = _Local()
@@ -62,21 +68,35 @@ def patch(model: nn.Module) -> None:
                 names[name] = _replaced(name, names[name])
 
 
+def begins_with_states(layer: nn.Module) -> bool:
+    """Whether a layer of Mamba 1 has the scan that `begun_scan` lets begin with a state."""
+    return MAMBA1 in vars(sys.modules[type(layer).__module__])
+
+
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
     """Context in which `handler` gets this thread's calls of replaced functions."""
-    before, _local.handler = _local.handler, handler
+    before, _local.handler, _local.state = _local.handler, handler, None
     try:
         yield
     finally:
-        _local.handler = before
+        _local.handler, _local.state = before, None
+
+
+def unrounded(state: Tensor) -> Tensor:
+    """A state that a layer hands to its cache within `handled`, as its scan returned it: some
+    layers round it to float32."""
+    wide = _local.state
+    return state if wide is None or wide.shape != state.shape else wide
 
 
 def _replaced(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     reference = unwrap(plain)
     assert isinstance(reference, FunctionType)
     parameters = list(signature(reference).parameters)
-    double = _in_double(reference)
+    double: Callable[..., Any] = _in_double(reference)
+    if name == MAMBA1:
+        plain, double = from_state(plain), from_state(double)
 
     def compute(places: int, arguments: dict[str, Any]) -> Any:
         values = arguments[next(one for one in parameters if one != _STATES[name])]
@@ -99,14 +119,17 @@ def _replaced(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _computed_wide(
-    double: FunctionType, state: str, arguments: dict[str, Any], kind: torch.dtype
+    double: Callable[..., Any], state: str, arguments: dict[str, Any], kind: torch.dtype
 ) -> Any:
     wide = {name: _widened(one) for name, one in arguments.items()}
     with torch.autocast("cpu", enabled=False):
         result = double(**wide)
     if state and wide[state] is not arguments[state]:
         arguments[state].copy_(wide[state])
-    return (result[0].to(kind), *result[1:]) if isinstance(result, tuple) else result.to(kind)
+    if not isinstance(result, tuple):
+        return result.to(kind)
+    _local.state = result[1]
+    return (result[0].to(kind), *result[1:])
 
 
 def _widened(value: Any) -> Any:

@@ -64,6 +64,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "reformer": {"is_decoder": True},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16, "num_hidden_layers": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16, "num_hidden_layers": 32},
     "cohere_compass_text": {
         "rope_parameters": {

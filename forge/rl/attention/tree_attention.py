@@ -24,7 +24,9 @@ of its layout (more than L by the prefix), D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,6 +93,25 @@ class TreeInput:
     forks: Forks | None = None
     """For models with recurrent layers."""
     states: PrefixStates | None = None
+
+
+_CURRENT: ContextVar[TreeInput | None] = ContextVar("tree", default=None)
+
+
+@contextmanager
+def over_tree(tree: TreeInput | None) -> Iterator[None]:
+    """Context of a forward pass over a tree, for layers that get no keywords of the model's
+    forward; without effect for None."""
+    token = _CURRENT.set(tree)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_tree() -> TreeInput | None:
+    """The tree of the pass that computes now, if it is one over a tree."""
+    return _CURRENT.get()
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from forge.rl.attention.tree_attention import over_tree
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackboneOutput:
@@ -47,7 +49,8 @@ class Backbone:
 
         hook = self._norm.register_forward_hook(watch) if self._norm is not None else None
         try:
-            output = self._model.base_model(**inputs)
+            with over_tree(inputs.get("tree")):
+                output = self._model.base_model(**inputs)
         finally:
             if hook is not None:
                 hook.remove()

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from forge.core.errors import InvalidArgument
+from forge.rl import scans
 from forge.rl.attention.forks import ROOT, After, ForkBatch, State, plan_forks
-from forge.rl.attention.tree_attention import Prefix, TreeInput
+from forge.rl.attention.tree_attention import Prefix, TreeInput, current_tree
+from forge.rl.begun_scan import STATE
 from forge.rl.tree.parts import TreePart
 
 CACHE_NAMES = ("cache_params", "past_key_values")
@@ -42,18 +44,16 @@ def fork_states(model: nn.Module) -> bool:
         layer._forge_index = index  # type: ignore[assignment]
         # A bound method, so that a copy of the model has its own.
         layer.forward = MethodType(_forward, layer)
+    if layers:
+        scans.patch(model)
     return bool(layers)
 
 
 def is_recurrent(module: nn.Module) -> bool:
     """Whether `fork_states` lets this layer compute trees."""
-    return bool(cache_name(module)) and scan_takes_state(module)
-
-
-def scan_takes_state(module: nn.Module) -> bool:
-    """Whether a recurrent layer computes several tokens from a state; else only one, or all from
-    the first token on."""
-    return not hasattr(module, "dt_proj")  # Mamba 1
+    # transformers 5.17 has Mamba 1 without functions.
+    begins = not hasattr(module, "dt_proj") or scans.begins_with_states(module)
+    return begins and bool(cache_name(module))
 
 
 def cache_name(module: nn.Module) -> str:
@@ -83,7 +83,7 @@ def _forward(
     **named: Any,
 ) -> Tensor:
     """The layer's own forward, on each batch of nodes if there is a tree."""
-    own = type(layer).forward
+    own, tree = type(layer).forward, tree or current_tree()
     if tree is None or tree.forks is None:
         plain: Tensor = own(layer, hidden_states, *places, **named)
         return plain
@@ -96,7 +96,8 @@ def _forward(
         before = _before(batch, index, states, tree)
         pending = before.pop(PENDING, nodes_BTC[:, :0])
         cache = _NodeCache(before, getattr(layer, "layer_idx", 0))
-        output = own(layer, torch.cat([pending, nodes_BTC], dim=1), **(named | {name: cache}))
+        with scans.handled(cache.scan):
+            output = own(layer, torch.cat([pending, nodes_BTC], dim=1), **(named | {name: cache}))
         if not isinstance(output, Tensor):
             raise InvalidArgument(f"{type(layer).__name__} returns more than its output")
         outputs.append(output[:, pending.shape[1] :].flatten(0, 1))
@@ -147,6 +148,12 @@ class _NodeCache:
         self.after: State = {}
         self.layers = {layer_idx: _LayerStates(before)}
 
+    def scan(self, name: str, compute: scans.Compute, arguments: dict[str, Any]) -> Any:
+        """Handle a call of a scan (`scans.Handler`): layers hand no state to that of Mamba 1."""
+        if name == scans.MAMBA1:
+            arguments = arguments | {STATE: self._before.get(("recurrent", 0))}
+        return compute(arguments)
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Inputs of the convolution before the first token, [B, C, at most the kernel's size]."""
         return self._before.get(("conv", state_idx))
@@ -181,5 +188,5 @@ class _NodeCache:
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
         """Note the state after the last token."""
-        self.after["recurrent", state_idx] = recurrent_states
+        self.after["recurrent", state_idx] = scans.unrounded(recurrent_states)
         return recurrent_states

@@ -29,6 +29,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -144,7 +146,7 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False, kv_heads:
                     first_k_dense_replace=1,
                 )
             )
-        case "glm4_moe_lite" | "phi3" | "mamba":
+        case "glm4_moe_lite" | "llama4" | "phi3" | "mamba":
             model = _further_model(family, shape)
         case "falcon_h1":  # attention beside Mamba 2 in each layer
             falcon = FalconH1Config(
@@ -183,11 +185,18 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False, kv_heads:
 
 
 def _further_model(family: str, shape: dict[str, Any]) -> Any:
-    """A state instead of attention, or a tensor-parallel plan with styles of its own: for joined
-    products, and for latent keys."""
+    """A state instead of attention, attention within chunks, which no tree has, or a plan of tensor
+    parallelism with styles of its own: for joined products, and for latent keys."""
     if family == "mamba":
         return MambaForCausalLM(
             MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2)
+        )
+    if family == "llama4":
+        chunks = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention"] * 2}
+        return Llama4ForCausalLM(
+            Llama4TextConfig(
+                **shape, **chunks, intermediate_size_mlp=24, num_local_experts=4, head_dim=4
+            )
         )
     if family == "phi3":
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}

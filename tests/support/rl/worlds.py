@@ -172,7 +172,7 @@ def by_sequence_error(world: World) -> float:
     """Of the gradient of a model that is trained sequence by sequence, against one process."""
     found = []
     for one in (world, None):
-        policy = policy_of(Case(family="mamba"), one)
+        policy = policy_of(Case(family="llama4"), one)
         assert policy.unmerged
         learner = Learner(policy, LearnerConfig(token_budget=40))
         learner.accumulate(planned(learner, samples()))

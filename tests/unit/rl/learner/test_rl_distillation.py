@@ -26,7 +26,7 @@ def samples() -> list[Sample]:
 
 @pytest.mark.parametrize("only", [False, True])
 @pytest.mark.parametrize("budget", [1 << 30, 24, 5])
-@pytest.mark.parametrize("family", ["other", "mamba"])
+@pytest.mark.parametrize("family", ["other", "llama4"])
 def test_teacher_on_merged_trees_equals_one_sample_at_a_time(
     family: str, budget: int, only: bool
 ) -> None:

@@ -56,7 +56,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"mini_batches": 2}, {"token_budget": 24}])
-@pytest.mark.parametrize("family", ["qwen3", "mamba"])
+@pytest.mark.parametrize("family", ["qwen3", "llama4"])
 def test_groups_receive_all_trees_of_each_update_once(family: str, options: Any) -> None:
     """Relayed ones too, and those of models that are trained sequence by sequence; with as many
     passes in each group, and what the loss needs of the whole update."""

@@ -25,7 +25,7 @@ CISPO = ObjectiveConfig(ratio_cap=CAP)
         ("forked", 1 << 30, "qwen3", 1, 1),
         ("compacted", 5, "qwen3", 1, 1),  # passes that relay keys and values
         ("temperatures", 1 << 30, "qwen3", 2, 1),
-        ("duplicate", 1 << 30, "mamba", 1, 1),  # separate samples
+        ("duplicate", 1 << 30, "llama4", 1, 1),  # separate samples
         ("roots", 40, "qwen3", 1, 3),
     ],
 )

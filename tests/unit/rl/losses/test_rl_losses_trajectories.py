@@ -116,8 +116,9 @@ FAMILIES = {
     ("qwen3_moe", SPLIT),
     ("qwen3_next", UNSPLIT),
     ("mamba", SPLIT),
+    ("llama4", SPLIT),
 }
-NARROW = ("qwen3_next", "mamba")
+NARROW = ("qwen3_next", "mamba", "llama4")
 """Families whose norms compute in fp32 for any type of the model."""
 GRID = [
     *((name, *way) for name in CASES for way in sorted(CUT)),

@@ -40,7 +40,7 @@ DENSE = ("qwen3", "llama", "mistral", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
 FORMS = ("gemma2", "gpt_oss", "deepseek_v3")
 """Softcaps, sinks, values of another size than keys."""
-RECURRENT = ("qwen3_next", "falcon_h1")
+RECURRENT = ("qwen3_next", "falcon_h1", "mamba")
 """States that nodes hand to their children."""
 WAYS = ("whole", "split", "relayed")
 CUT = ("forked", "compacted")
@@ -161,8 +161,8 @@ def test_recurrent_layers_of_earlier_releases_find_their_states() -> None:
     assert own.record_past, "a single token takes the path of several"
 
 
-@pytest.mark.parametrize("family", ["mamba"])
-def test_model_that_takes_no_state_is_not_merged(
+@pytest.mark.parametrize("family", ["llama4"])
+def test_model_without_a_merged_way_is_not_merged(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is trained sequence by sequence, exactly, and one line says so."""
@@ -176,7 +176,7 @@ def test_model_that_takes_no_state_is_not_merged(
         assert "sequence by sequence" in record.getMessage()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "mamba"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradient_checkpointing_changes_no_gradient(way: str, family: str) -> None:
     """Recomputed layers get the same tree, and the same keys and states of other parts."""

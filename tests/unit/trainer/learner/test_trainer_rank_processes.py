@@ -100,11 +100,11 @@ def weights(actor: LearnerActor) -> dict[str, torch.Tensor]:
 
 def test_model_without_rank_support_is_refused(tmp_path: Path) -> None:
     """The line has the setting, the model and the reason, and no process is left."""
-    tiny_model("mamba", torch.float32).save_pretrained(tmp_path / "model")
+    tiny_model("llama4", torch.float32).save_pretrained(tmp_path / "model")
     config = TrainerConfig(model_path=str(tmp_path / "model"), torch_threads=1, ranks=2)
     actor = LearnerActor(config, CheckpointStore(tmp_path / "checkpoints"))
     with pytest.raises(
-        ConfigError, match=r"mesh.cp = 2 is not allowed for Mamba.*sequence by sequence"
+        ConfigError, match=r"mesh.cp = 2 is not allowed for Llama4.*sequence by sequence"
     ):
         actor.started()
     assert actor._ranks is not None

@@ -208,7 +208,7 @@ class _FirstCache:
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """Note the state."""
-        self._seen[self._number, "recurrent", state_idx] = recurrent_states
+        self._seen[self._number, "recurrent", state_idx] = scans.unrounded(recurrent_states)
         return recurrent_states
 
 
@@ -249,5 +249,5 @@ class _RowsCache:
         """Store the state behind the last token."""
         kept = self._states["recurrent", state_idx]
         if recurrent_states is not kept:
-            kept.copy_(recurrent_states)
+            kept.copy_(scans.unrounded(recurrent_states))
         return kept

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from forge.rl import scans
+from forge.rl.begun_scan import STATE
 from services.inference.engines.embedded.recurrent.shape import StateShape
 
 _LEAST_CHUNK = 16
@@ -29,18 +30,17 @@ class _Scan:
     """Arguments with a value for each token."""
     axis: int = 1
     """Axis of the tokens."""
-    begin: str = ""
-    """Argument with the state to begin with; "": it begins with none."""
+    begin: str
+    """Argument with the state to begin with."""
     chunk: int = 0
-    """Tokens that it computes at once by default; 0: the layer says."""
+    """Tokens that it computes at once by default; 0: the layer says, if it has chunks."""
 
 
 _DELTA = ("query", "key", "value", "g", "beta")
-_STEP = "mamba_selective_state_update"
 _SCANS = {
     "chunk_kimi_delta_attention": _Scan(tokens=_DELTA, begin="initial_state", chunk=64),
     "mamba2_chunk_scan": _Scan(tokens=("hidden_states", "dt", "B", "C"), begin="initial_states"),
-    "mamba_selective_scan": _Scan(tokens=("hidden_states", "dt", "B", "C", "z"), axis=2),
+    scans.MAMBA1: _Scan(tokens=("hidden_states", "dt", "B", "C", "z"), axis=2, begin=STATE),
     "torch_chunk_gated_delta_rule": _Scan(tokens=_DELTA, begin="initial_state", chunk=64),
 }
 _RECURRENT = ("recurrent", 0)
@@ -116,11 +116,8 @@ class PackedLayer:
             for name in scan.tokens:
                 if part.get(name) is not None:
                     part[name] = part[name].narrow(scan.axis, piece.place.start, piece.tokens)
-            if not scan.begin and not piece.is_start:
-                return self._stepwise(part, state)
-            if scan.begin:
-                part[scan.begin] = state
-                _fit_chunk(part, scan.chunk, piece.tokens)
+            part[scan.begin] = state
+            _fit_chunk(part, scan.chunk, piece.tokens)
             output, after = compute(part)
             state.copy_(after)
             found: torch.Tensor = output
@@ -128,26 +125,6 @@ class PackedLayer:
 
         outputs = self._of_pieces(_RECURRENT, of_piece)
         return torch.cat(outputs, dim=scan.axis), self._states[-1][0][_RECURRENT]
-
-    def _stepwise(self, part: dict[str, Any], state: torch.Tensor) -> torch.Tensor:
-        """The scan of Mamba 1 takes no state: token by token."""
-        step = _functions(self._layer)[_STEP]
-        steps = [
-            step(
-                state,
-                part["hidden_states"][..., at],
-                part["dt"][..., at],
-                part["A"],
-                part["B"][..., at],
-                part["C"][..., at],
-                part["D"],
-                z=part["z"][..., at],
-                dt_bias=part["delta_bias"],
-                dt_softplus=True,
-            )
-            for at in range(part["dt"].shape[-1])
-        ]
-        return torch.stack(steps, dim=-1)
 
     def _of_pieces(
         self, key: tuple[str, int], compute: Callable[[Piece, torch.Tensor], torch.Tensor]
@@ -204,6 +181,6 @@ def _views(
 
 def _fit_chunk(part: dict[str, Any], chunk: int, tokens: int) -> None:
     """A scan pads to whole chunks: on a CPU a short piece takes a short one."""
-    if next(iter(part.values())).device.type == "cpu":
-        fits = max(_LEAST_CHUNK, 1 << (tokens - 1).bit_length())
-        part["chunk_size"] = min(part.get("chunk_size") or chunk, fits)
+    size = part.get("chunk_size") or chunk
+    if size and next(iter(part.values())).device.type == "cpu":
+        part["chunk_size"] = min(size, max(_LEAST_CHUNK, 1 << (tokens - 1).bit_length()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from array import array
 from collections.abc import Mapping
 from copy import deepcopy
@@ -64,9 +65,12 @@ CONFIGS: dict[str, Any] = {
 }
 
 RECURRENT = (
+    "bailing_hybrid",
     "bamba",
     "falcon_h1",
+    "falcon_mamba",
     "granitemoehybrid",
+    "jamba",
     "kimi_linear",
     "lfm2",
     "mamba",
@@ -246,3 +250,14 @@ def _trained(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     with torch.no_grad(), served.in_place():
         found: torch.Tensor = policy.logprobs(tree)[0]
     return found
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_are_float64(family: str, tmp_path: Path) -> None:
+    """Some layers round their recurrent states to float32 for the cache."""
+    CONFIGS[family].save_pretrained(tmp_path)
+    policy = Policy.build(str(tmp_path), dtype="bfloat16", device="cpu")
+    shape = policy.kv_shape.states
+    assert shape is not None
+    kinds = re.findall(r"\('recurrent', \d+\):\[.*?\]:(\S+)", str(shape))
+    assert set(kinds) == (set() if family == "lfm2" else {"torch.float64"})
