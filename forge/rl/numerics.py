@@ -18,12 +18,15 @@ Owns which parameters are matrices, and the patches of modules that autocast doe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from forge.rl import scans
 
@@ -54,6 +57,47 @@ def attention_type(values: Tensor) -> torch.dtype:
     if not is_narrow(values.dtype):
         return values.dtype
     return torch.float64 if values.device.type == "cpu" else torch.float32
+
+
+class _OwnAttention(TorchFunctionMode):
+    """Computes torch's attention in float64 on a CPU, on values rounded to 16 bits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func is not scaled_dot_product_attention:
+            return func(*args, **named)
+        names = ("query", "key", "value", "attn_mask")
+        named = dict(zip(names, args, strict=False)) | named
+        value: Tensor = named["value"]
+        narrow = matrix_type(value)
+        if value.device.type != "cpu" or not is_narrow(narrow):
+            return func(**named)
+        for name in names:
+            one = named.get(name)
+            if isinstance(one, Tensor) and one.is_floating_point():
+                named[name] = (one if name == "attn_mask" else one.to(narrow)).double()
+        with torch.autocast(value.device.type, enabled=False):
+            return func(**named).to(narrow)
+
+
+_own_attention: ContextVar[bool] = ContextVar("own_attention", default=False)
+
+
+@contextmanager
+def own_attention(*, used: bool = True) -> Iterator[None]:
+    """Context of a pass with a model's own attention, if it is `used`: where it is torch's, it
+    rounds on a CPU as that of trees and of the engine does."""
+    token = _own_attention.set(used)
+    try:
+        with _OwnAttention() if used else nullcontext():
+            yield
+    finally:
+        _own_attention.reset(token)
+
+
+def uses_own_attention() -> bool:
+    """Whether this is within `own_attention`."""
+    return _own_attention.get()
 
 
 def patch(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from forge.rl import numerics
 from forge.rl.attention.tree_attention import current_tree, over_tree
 from forge.rl.routing import recomputed_with_routes
 
@@ -55,10 +56,11 @@ def recompute_activations(model: Any) -> None:
 
 
 def _recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of torch.utils.checkpoint: the recomputation has the routes and the tree of the
-    forward."""
+    """`context_fn` of torch.utils.checkpoint: the recomputation has the routes, the tree and the
+    attention of the forward."""
     forward, routes = recomputed_with_routes()
-    return forward, _nested(routes, over_tree(current_tree()))
+    own = numerics.uses_own_attention()
+    return forward, _nested(routes, over_tree(current_tree()), numerics.own_attention(used=own))
 
 
 @contextmanager

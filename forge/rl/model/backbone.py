@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from forge.rl import numerics
 from forge.rl.attention.tree_attention import over_tree
 
 
@@ -72,7 +73,8 @@ class Backbone:
         has states only with `states`; these are after the norm."""
         keeps_logits = "logits_to_keep" in signature(self._model.forward).parameters
         kept = {"logits_to_keep": places_R} if keeps_logits else {}
-        output = self._model(**inputs, **kept, output_hidden_states=states)
+        with numerics.own_attention():
+            output = self._model(**inputs, **kept, output_hidden_states=states)
         logits_RV = output.logits[0] if kept else output.logits[0].index_select(0, places_R)
         states_LC = output.hidden_states[-1][0] if states else output.logits.new_empty(0, 0)
         backbone = BackboneOutput(

@@ -24,7 +24,7 @@ from forge.core.named_tensor import NamedTensor
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.model.policy import TreePolicy
-from forge.rl.model.probe import randomize
+from forge.rl.model.probe import check_policy, randomize
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.model.small_config import small_config
 from forge.rl.mtp.heads import MtpHeads
@@ -81,10 +81,13 @@ RECURRENT = (
     "qwen3_next",
     "zamba2",
 )
-_RECURRENT_CONFIGS: dict[str, Any] = {
-    one.name: small_config(one.config()) for one in families() if one.name in RECURRENT
+BY_SEQUENCE = ("diffllama", "phi")
+"""Trained by their own forward."""
+RANDOM = (*RECURRENT, *BY_SEQUENCE)
+_RANDOM_CONFIGS: dict[str, Any] = {
+    one.name: small_config(one.config()) for one in families() if one.name in RANDOM
 }
-CONFIGS |= _RECURRENT_CONFIGS
+CONFIGS |= _RANDOM_CONFIGS
 
 
 def _model(family: str) -> tuple[Any, Any]:
@@ -92,7 +95,7 @@ def _model(family: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     config = deepcopy(CONFIGS[family])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    if family in RECURRENT:
+    if family in RANDOM:
         randomize(model)
     return config, model
 
@@ -150,7 +153,8 @@ async def test_decode_steps_round_as_the_trainer_does(
         request_timeout_s=60.0,
     )
     samples = await _sampled(options, model)
-    policy = TreePolicy(model, autocast=torch.bfloat16)
+    policy = _policy(model)
+    assert bool(policy.unmerged) == (family in BY_SEQUENCE)
     (tree,) = plan_batch(samples, token_budget=4096, channels=policy.channels).trees
     served = ServedValues(model, published=torch.bfloat16, autocast=torch.bfloat16)
     with torch.no_grad(), served.in_place():
@@ -234,9 +238,16 @@ def _published(tensors: Mapping[str, torch.Tensor]) -> dict[str, NamedTensor]:
     return {name: to_named(name, one.bfloat16()) for name, one in tensors.items()}
 
 
+def _policy(model: torch.nn.Module) -> TreePolicy:
+    """In the way in which the model is trained."""
+    policy = TreePolicy(model, autocast=torch.bfloat16)
+    check_policy(policy)
+    return policy
+
+
 def _trained(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     """Log-probs of all tokens but the first, by the trainer's pass."""
-    policy = TreePolicy(model, autocast=torch.bfloat16)
+    policy = _policy(model)
     zeros = array("f", [0.0] * (len(ids) - 1)).tobytes()
     sample = Sample(
         ids=array("i", ids).tobytes(),
