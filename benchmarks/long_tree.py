@@ -24,7 +24,7 @@ from benchmarks.support.training.ways import Bench
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.model.capabilities import layer_elements
 from forge.rl.model.head_logprobs import kept_elements, table_rows
-from forge.rl.out_of_memory import recompute_activations
+from forge.rl.model.recomputation import recompute_activations
 from forge.rl.tree.kv_relay import shared_tokens
 
 GB = 1e9

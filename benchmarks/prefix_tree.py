@@ -49,7 +49,7 @@ from benchmarks.support.training.ways import (
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.model.compiled import compile_layers
-from forge.rl.out_of_memory import recompute_activations
+from forge.rl.model.recomputation import recompute_activations
 
 LONG = {"g8": ("padded", "varlen", "trl"), "forty": ("padded", "varlen", "trajectories", "trl")}
 """Left out at full size, where they would take hours."""

@@ -1,20 +1,11 @@
-"""Out-of-memory errors: their recognition, smaller budgets to retry with, activation checkpointing.
+"""Out-of-memory errors: their recognition, and smaller budgets to retry with.
 
 `forge.rl.learner.token_budget` lowers the budget of a learner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
-
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-from forge.rl import numerics
-from forge.rl.attention.tree_attention import current_tree, over_tree
-from forge.rl.routing import recomputed_with_routes
 
 SHRINK = 0.5
 """Factor on the token budget after a shortage of memory."""
@@ -38,34 +29,3 @@ def smaller_budgets(budget: int, *, floor: int) -> list[int]:
         budget = max(floor, int(budget * SHRINK))
         budgets.append(budget)
     return budgets
-
-
-def recompute_activations(model: Any) -> None:
-    """Recompute each layer in the backward pass instead of keeping its activations.
-
-    transformers checkpoints only in training mode, so the layers are put into it, but not their
-    modules: dropout stays off. Raises `ValueError` when the model cannot.
-    """
-    enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
-    (enable or model.gradient_checkpointing_enable)(
-        {"use_reentrant": False, "context_fn": _recomputed}
-    )
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
-
-
-def _recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of torch.utils.checkpoint: the recomputation has the routes, the tree and the
-    attention of the forward."""
-    forward, routes = recomputed_with_routes()
-    own = numerics.uses_own_attention()
-    return forward, _nested(routes, over_tree(current_tree()), numerics.own_attention(used=own))
-
-
-@contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for one in contexts:
-            stack.enter_context(one)
-        yield

@@ -23,8 +23,8 @@ from forge.rl.learner.learner import Learner
 from forge.rl.model.compiled import compile_layers
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import as_sample, own_logprobs
+from forge.rl.model.recomputation import recompute_activations
 from forge.rl.model.wide_products import PartProducts, products_of
-from forge.rl.out_of_memory import recompute_activations
 from tests.support.rl.models import (
     CAP,
     VOCABULARY,

@@ -14,7 +14,7 @@ import torch
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.model.compiled import compile_layers
 from forge.rl.model.precision import computes_bfloat16
-from forge.rl.out_of_memory import recompute_activations
+from forge.rl.model.recomputation import recompute_activations
 from services.trainer.config import TrainerConfig
 from services.trainer.torchrun_rank import under_torchrun
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from forge.rl.config import LearnerConfig, MeshShape, OptimizerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.recomputation import recompute_activations
 from forge.rl.model.served_weights import ServedValues
-from forge.rl.out_of_memory import recompute_activations
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import ShardMeshes, World, whole
 from services.trainer.checkpoint.shards import copy_shards, fill, write_shards

@@ -29,7 +29,7 @@ from forge.core.prefix_tree import Sample
 from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
-from forge.rl.out_of_memory import recompute_activations
+from forge.rl.model.recomputation import recompute_activations
 from tests.support.rl.forests import KINDS, forest, random_forest
 from tests.support.rl.models import (
     CAP,

@@ -33,8 +33,8 @@ from forge.rl.learner.learner import Learner
 from forge.rl.learner.types import StepResult
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import as_sample, check_policy, own_logprobs
+from forge.rl.model.recomputation import recompute_activations
 from forge.rl.model.served_weights import ServedValues
-from forge.rl.out_of_memory import recompute_activations
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import World, whole
 from services.trainer.model.lora import LoraTrainee

@@ -20,7 +20,7 @@ from forge.rl.learner.batch_plan import BatchPlan, plan_batch
 from forge.rl.learner.learner import Learner
 from forge.rl.model.forked_states import _NodeCache
 from forge.rl.model.policy import TreePolicy
-from forge.rl.out_of_memory import recompute_activations
+from forge.rl.model.recomputation import recompute_activations
 from tests.support.rl.forests import KINDS, forest
 from tests.support.rl.models import (
     CAP,

@@ -15,7 +15,7 @@ from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import as_sample, own_logprobs
-from forge.rl.out_of_memory import recompute_activations
+from forge.rl.model.recomputation import recompute_activations
 from forge.rl.routing import RoutePass, find_routing, routed
 from tests.support.rl.forests import forest
 from tests.support.rl.models import (

@@ -1,0 +1,47 @@
+"""Activation checkpointing: layers are computed again in the backward pass.
+
+The recomputation has what the forward took from its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from forge.rl import numerics
+from forge.rl.attention.tree_attention import current_tree, over_tree
+from forge.rl.routing import recomputed_with_routes
+
+
+def recompute_activations(model: Any) -> None:
+    """Recompute each layer in the backward pass instead of keeping its activations.
+
+    transformers checkpoints only in training mode, so the layers are put into it, but not their
+    modules: dropout stays off. Raises `ValueError` when the model cannot.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
+    (enable or model.gradient_checkpointing_enable)(
+        {"use_reentrant": False, "context_fn": _recomputed}
+    )
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+
+
+def _recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """`context_fn` of torch.utils.checkpoint: the recomputation has the routes, the tree and the
+    attention of the forward."""
+    forward, routes = recomputed_with_routes()
+    own = numerics.uses_own_attention()
+    return forward, _nested(routes, over_tree(current_tree()), numerics.own_attention(used=own))
+
+
+@contextmanager
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
