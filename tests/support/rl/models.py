@@ -188,16 +188,12 @@ def _further_model(family: str, shape: dict[str, Any]) -> Any:
     """A state instead of attention, attention within chunks, which no tree has, or a plan of tensor
     parallelism with styles of its own: for joined products, and for latent keys."""
     if family == "mamba":
-        return MambaForCausalLM(
-            MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2)
-        )
+        sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+        return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, **sizes))
     if family == "llama4":
         chunks = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention"] * 2}
-        return Llama4ForCausalLM(
-            Llama4TextConfig(
-                **shape, **chunks, intermediate_size_mlp=24, num_local_experts=4, head_dim=4
-            )
-        )
+        sizes = {"intermediate_size_mlp": 24, "num_local_experts": 4, "head_dim": 4}
+        return Llama4ForCausalLM(Llama4TextConfig(**shape, **chunks, **sizes))
     if family == "phi3":
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
         return Phi3ForCausalLM(Phi3Config(**shape, **ids))
