@@ -27,7 +27,7 @@ from tests.contract.engines import (
     published,
     reference,
 )
-from tests.contract.test_contract_engines import greedy_of
+from tests.support.inference.transformers_answers import greedy_of
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.worker.metrics import HAND_OFFS
 from tests.contract import engines
 from tests.contract.engines import prompt_ids, published, reference
-from tests.contract.test_contract_engines import greedy_of
 from tests.support.inference.hand_off import Damage, Joined, Passes, held_passes, joined
+from tests.support.inference.transformers_answers import greedy_of
 from tests.support.runtime.waiting import until
 
 IDS = prompt_ids(400)

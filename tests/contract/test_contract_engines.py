@@ -26,6 +26,7 @@ from tests.contract.engines import (
     published,
     reference,
 )
+from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 
 
 class Start(Protocol):
@@ -58,22 +59,6 @@ async def separate(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     async with engines.SEPARATE[request.param](tmp_path) as started:
         await started.load(published(reference("qwen3")), version=1)
         yield started
-
-
-def greedy_of(model: Any, ids: list[int], tokens: int) -> list[int]:
-    """What transformers' own generate continues with."""
-    out = model.generate(
-        torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-    )
-    found: list[int] = out[0, len(ids) :].tolist()
-    return found
-
-
-def logprobs_of(model: Any, ids: list[int], sampled: list[int]) -> torch.Tensor:
-    """Log-probs of `sampled` after `ids`, by one full forward."""
-    logits = model(torch.tensor([ids + sampled])).logits[0, len(ids) - 1 : -1]
-    found: torch.Tensor = logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
-    return found
 
 
 @pytest.mark.parametrize("family", engines.CONFIGS)

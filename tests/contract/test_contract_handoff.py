@@ -13,7 +13,7 @@ import pytest
 from services.inference.engines.base import KvSpan, Prompt, RefusedHandOff
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Pair, prompt_ids, published, reference
-from tests.contract.test_contract_engines import greedy_of
+from tests.support.inference.transformers_answers import greedy_of
 
 
 def _fewer_tokens(span: KvSpan) -> KvSpan:

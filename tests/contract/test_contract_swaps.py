@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract import engines
 from tests.contract.engines import prompt_ids, published, reference
-from tests.contract.test_contract_engines import greedy_of
+from tests.support.inference.transformers_answers import greedy_of
 
 
 @pytest.mark.parametrize("engine", engines.SEPARATE)

@@ -14,7 +14,7 @@ from forge.core.named_tensor import NamedTensor
 from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Pair, prompt_ids, published, reference
-from tests.contract.test_contract_engines import greedy_of, logprobs_of
+from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 
 
 @pytest.fixture(params=engines.ENGINES)

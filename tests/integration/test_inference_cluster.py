@@ -16,8 +16,8 @@ from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from services.inference.worker.weights.frozen_weights import VERSION
 from tests.contract import engines
 from tests.contract.engines import is_greedy, prompt_ids, published, reference, with_heads
-from tests.contract.test_contract_engines import greedy_of
 from tests.support.inference.cluster import CALL_S, InferenceCluster, Sample, inference_cluster
+from tests.support.inference.transformers_answers import greedy_of
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 

@@ -57,11 +57,6 @@ class ControlGroups:
         self._left: list[Path] = []
         """Groups whose last process had not ended with their context."""
 
-    @property
-    def adopted(self) -> bool:
-        """Whether sandboxes have groups."""
-        return self._root is not None
-
     def adopt(self) -> None:
         """Uses the delegated group of this process. Raises `FailedPrecondition` with the reason if
         there is none."""

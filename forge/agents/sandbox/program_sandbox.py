@@ -119,14 +119,12 @@ class ProgramResult:
 
 
 class Sandbox:
-    """Runs at most `concurrency` programs at once; more have to wait."""
+    """Runs at most one program per core at once; more have to wait."""
 
-    def __init__(self, limits: Limits | None = None, *, concurrency: int = 0) -> None:
-        """`concurrency` 0 means one per core."""
+    def __init__(self, limits: Limits | None = None) -> None:
         self.unsafe = False
         """Run programs without bubblewrap on a host that lacks it."""
         self._limits = limits or Limits()
-        self._concurrency = concurrency or os.cpu_count() or 1
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._wrapper: Bubblewrap | None = None
         self._problem: str | None = None
@@ -169,7 +167,7 @@ class Sandbox:
         # A semaphore belongs to one event loop, but several loops may use a sandbox in succession.
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self._concurrency))
+            self._slots = (loop, asyncio.Semaphore(os.cpu_count() or 1))
         return self._slots[1]
 
     async def _start(self, group: ControlGroup) -> Process:

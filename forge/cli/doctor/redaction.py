@@ -55,9 +55,8 @@ _LONGEST_KIND = 80
 class Redactor:
     """Knows the secrets of this host."""
 
-    def __init__(self, secrets: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self._secrets: set[str] = set()
-        self.add(*secrets)
 
     def add(self, *values: str) -> None:
         """Remove these values too; very short ones would remove parts of words."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 _KNOWN = 4.0
+_KEEP = math.exp(-1 / 200)
+"""Weight that an observation keeps at the next one: after 200 it has lost 1 - 1/e."""
 _UNKNOWN_SHARE = 0.25
 """Share of a step that counts as caused by its requests, until steps with few and many are seen."""
 _LEAST_SHARE = 1 / 256
@@ -17,9 +19,7 @@ class StepTime:
     Neither part is negative. Before the observations differ, most of the time counts as fixed.
     """
 
-    def __init__(self, *, each_s: float, memory: float = 200.0) -> None:
-        """`memory`: observations until one has lost 1 - 1/e of its weight."""
-        self._keep = math.exp(-1 / memory)
+    def __init__(self, *, each_s: float) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._initial_s = each_s
 
@@ -30,7 +30,7 @@ class StepTime:
 
     def observe(self, *, running: float, seconds: float) -> None:
         """Observe the mean step of one request, beside `running` requests with itself."""
-        keep = self._keep
+        keep = _KEEP
         self._n = self._n * keep + 1
         self._x = self._x * keep + running
         self._y = self._y * keep + seconds

@@ -124,7 +124,6 @@ class Coordinator:
         *,
         ttl_s: float,
         taken: Callable[[Fields], str],
-        owner: Owner | None = None,
         on_conflict: OnConflict = lambda _: None,
     ) -> Registration:
         """Hold a leased key until closed, as `register` does; `taken` returns the message of
@@ -134,7 +133,7 @@ class Coordinator:
             lambda _: fields,
             metadata={},
             ttl_s=ttl_s,
-            owner=owner,
+            owner=None,
             on_conflict=on_conflict,
             taken=taken,
         )

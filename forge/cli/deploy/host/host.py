@@ -76,36 +76,33 @@ def systemctl(*words: str, check: bool = True) -> str:
     return ended.stdout
 
 
-def read_host(directory: HostDirectory, manifest: Manifest, *, root: Path = Path("/")) -> HostState:
-    """Return the state of this host. `root`: its file system."""
-    link = root / LINK.relative_to("/")
-    release = link.readlink().name if link.is_symlink() and link.exists() else ""
+def read_host(directory: HostDirectory, manifest: Manifest) -> HostState:
+    """Return the state of this host."""
+    release = LINK.readlink().name if LINK.is_symlink() and LINK.exists() else ""
     found = {
         entry.path: one
         for entry in manifest.files
-        if (one := _file(root, entry.path, directory, secret=entry.mode == SECRET)) is not None
+        if (one := _file(Path(entry.path), directory, secret=entry.mode == SECRET)) is not None
     }
-    model = root / manifest.model.lstrip("/")
     names = [one for unit in manifest.units for one in dict.fromkeys((unit.name, unit.service))]
     return HostState(
         name=socket.gethostname().partition(".")[0],
         release=release,
-        version=installed_version(link),
-        linked_unix_s=link.lstat().st_mtime if release else 0.0,
+        version=installed_version(LINK),
+        linked_unix_s=LINK.lstat().st_mtime if release else 0.0,
         files=found,
         users=frozenset(one.pw_name for one in pwd.getpwall()),
         units=read_units(names),
         other_units=_other_units(names),
         listeners=_listeners(),
-        has_model=not manifest.model or (model / "config.json").is_file(),
-        absent_data=tuple(one for one in manifest.data if not (root / one[1:]).is_file()),
+        has_model=not manifest.model or (Path(manifest.model) / "config.json").is_file(),
+        absent_data=tuple(one for one in manifest.data if not Path(one).is_file()),
         starts_at_boot=systemctl("is-enabled", "forge.target", check=False).strip() == "enabled",
-        changes=read_changes(root / CHANGES.relative_to("/")),
+        changes=read_changes(CHANGES),
     )
 
 
-def _file(root: Path, path: str, directory: HostDirectory, *, secret: bool) -> FoundFile | None:
-    file = root / path.lstrip("/")
+def _file(file: Path, directory: HostDirectory, *, secret: bool) -> FoundFile | None:
     try:
         content, status = file.read_bytes(), file.stat()
     except FileNotFoundError:
@@ -117,7 +114,7 @@ def _file(root: Path, path: str, directory: HostDirectory, *, secret: bool) -> F
         mode=status.st_mode & 0o7777,
         owner=f"{_user(status.st_uid)}:{_group(status.st_gid)}",
         changed_unix_s=status.st_mtime,
-        difference="" if secret else first_difference(content, directory.content(path)),
+        difference="" if secret else first_difference(content, directory.content(str(file))),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -76,7 +76,6 @@ class DecodeStep:
         *,
         states: StateRows | None = None,
         device_pass: DecodePass | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`states`: of the running sequences' recurrent layers; then there are no drafts.
         `device_pass`: the pass over extents, which have no shared prefixes."""
@@ -90,7 +89,6 @@ class DecodeStep:
         self._pass = device_pass
         self._drafter = drafter
         self._depth = depth
-        self._clock = clock
 
     def after_swap(self) -> None:
         """Take note of other weights."""
@@ -105,7 +103,7 @@ class DecodeStep:
 
     def run(self) -> list[tuple[DecodeSequence, Outcome]]:
         """Run a step over all running sequences, which have room for their `step_tokens`."""
-        began_s = self._clock()
+        began_s = time.perf_counter()
         sequences = list(self.running)
         depth = max(sequence.step_tokens for sequence in sequences) - 1
         drafts = self._drafter.draft(sequences)
@@ -131,7 +129,7 @@ class DecodeStep:
             outcomes.append((sequence, outcome))
         if self.states is not None:
             self.states.advance()
-        self._observe(drafts, counts, depth=depth, seconds=self._clock() - began_s)
+        self._observe(drafts, counts, depth=depth, seconds=time.perf_counter() - began_s)
         return outcomes
 
     def _observe(

@@ -13,7 +13,6 @@ import msgspec
 from forge.core.errors import DataLoss
 from services.inference.engines.tensorrt_llm.library.library import Library
 
-KIND = "tensorrt_llm"
 FINGERPRINT = b"tensorrt_llm/1"
 """Tells a hand-off of this engine from keys and values of another."""
 

@@ -24,13 +24,11 @@ class WeightSources:
         *,
         own_id: str,
         fetches: Callable[[str, int], bool] = lambda instance_id, version: True,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`fetches`: whether an instance is to serve a version; others cannot relay it."""
         self._peers = peers
         self._own_id = own_id
         self._fetches = fetches
-        self._clock = clock
         self._avoided_until_s: dict[str, float] = {}
 
     def of(self, version: int, *, trainer: str) -> list[str]:
@@ -39,7 +37,7 @@ class WeightSources:
         After a publication no worker has the version. Then each fetches from the one above it in a
         binary tree over all workers that are to serve it, and the first one from the trainer.
         """
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._avoided_until_s = {
             address: until_s
             for address, until_s in self._avoided_until_s.items()
@@ -73,7 +71,7 @@ class WeightSources:
 
     def avoid(self, address: str) -> None:
         """Record a failure of a source."""
-        self._avoided_until_s[address] = self._clock() + AVOID_S
+        self._avoided_until_s[address] = time.monotonic() + AVOID_S
 
 
 def _place(version: int, instance_id: str) -> bytes:

@@ -18,9 +18,6 @@ from transformers import AttentionInterface
 
 from services.inference.engines.embedded.kv import attention
 
-LEAST_ROWS = 2
-"""Compiled code for any number of rows is for two and more."""
-
 
 class FusedLayers:
     """The layers of one model."""

@@ -77,7 +77,7 @@ class Library:
         return self.surface.features()
 
 
-def load_library(found: Found, *, package: str = PACKAGE) -> Library:
+def load_library(found: Found) -> Library:
     """Import the library. Raises `ConfigError` for a difference to the surface, or an import that
     fails."""
     if found.differences:
@@ -89,7 +89,7 @@ def load_library(found: Found, *, package: str = PACKAGE) -> Library:
             "Install a version with a surface (forge doctor --engine tensorrt_llm)"
         )
     try:
-        return import_library(found.surface, package=package)
+        return import_library(found.surface)
     except (ImportError, OSError, AttributeError) as error:
         raise ConfigError(
             f"tensorrt_llm {found.version} cannot be imported: {type(error).__name__}: {error}; "
