@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 from collections.abc import Iterable
+from typing import Any, get_type_hints
 
 from docs.hooks.page import Page, table
-from forge.runtime.settings import ServiceConfig, Setting, allowed, fields_of, settings_of, toml
+from forge.runtime.settings import ServiceConfig, Setting, allowed, settings_of, toml
 from forge.runtime.settings.named_tables import row_type
 
 CONFIGS = {
@@ -50,7 +52,7 @@ def page() -> Page:
         for one in own:
             if row := row_type(one.type):
                 lines += [f"### {service}: \\[{one.key}.NAME\\]", ""]
-                lines += _rows(fields_of(row, f"{one.key}.NAME"))
+                lines += _rows(_fields_of(row, f"{one.key}.NAME"))
     return Page(path="reference/settings.md", text="\n".join(lines))
 
 
@@ -67,3 +69,19 @@ def _value(one: Setting) -> str:
 def _rows(settings: Iterable[Setting]) -> list[str]:
     rows = ((f"`{one.key}`", _value(one), allowed(one.type), one.text) for one in settings)
     return table(["key", "default", "allowed", "meaning"], rows)
+
+
+def _fields_of(row: type[Any], table: str) -> list[Setting]:
+    """Return the fields of tables by name as settings; the value of a field without a default is
+    None."""
+    kinds = get_type_hints(row, include_extras=True)
+    return [
+        Setting(table, one.name, kinds[one.name], _default(one), row)
+        for one in dataclasses.fields(row)
+    ]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default

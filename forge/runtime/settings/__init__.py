@@ -11,7 +11,6 @@ Each module imports only those above it:
 from forge.runtime.settings.reader import (
     Setting,
     allowed,
-    fields_of,
     load,
     settings_of,
     to_toml,
@@ -25,7 +24,6 @@ __all__ = [
     "ServiceConfig",
     "Setting",
     "allowed",
-    "fields_of",
     "load",
     "settings_of",
     "to_toml",

@@ -9,7 +9,6 @@ Not here: the settings (`service_config`, and the `config.py` of each service).
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -78,22 +77,6 @@ def _texts(owner: type[Any]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     texts[name] = " ".join(text.split())
     return texts
-
-
-def fields_of(row: type[Any], table: str) -> list[Setting]:
-    """Return the fields of tables by name as settings; the value of a field without a default is
-    None."""
-    kinds = get_type_hints(row, include_extras=True)
-    return [
-        Setting(table, one.name, kinds[one.name], _default(one), row)
-        for one in dataclasses.fields(row)
-    ]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
 
 
 def settings_of(config: Any, table: str = "") -> dict[str, Setting]:

@@ -110,15 +110,7 @@ class Turns:
 
             try:
                 prompt = await self._begin(session, request, opening, call)
-                if self.other is not None:
-                    request.headers[MODEL_HEADER] = self.other.name
-                if prompt.new_images:
-                    request.headers[IMAGES_OMITTED] = str(prompt.new_images)
-                inside = self.model.starts_inside(prompt.ids, opening=opening)
-                parser = turn_parser(self.model, request, opening=opening, inside=inside)
-                grammar = turn_grammar(self.model, request, opening=opening, inside=inside)
-                sample_request = self._sample_request(session, request, prompt, grammar, call)
-                call.set_request(sample_request, on_retry=parser.restart)
+                parser = self._set_request(call, session, request, prompt, opening)
                 while (piece := await _next_piece(call, parser, prompt)) is not None:
                     # An answer that is not streamed may still be sampled again.
                     if request.stream:
@@ -180,6 +172,26 @@ class Turns:
         )
         PREPARE_SECONDS.observe(time.perf_counter() - started)
         return prompt
+
+    def _set_request(
+        self,
+        call: SampleCall,
+        session: Session,
+        request: TurnRequest,
+        prompt: Prompt,
+        opening: str,
+    ) -> AnswerParser:
+        """Gives a call its request; returns the parser of its answer."""
+        if self.other is not None:
+            request.headers[MODEL_HEADER] = self.other.name
+        if prompt.new_images:
+            request.headers[IMAGES_OMITTED] = str(prompt.new_images)
+        inside = self.model.starts_inside(prompt.ids, opening=opening)
+        parser = turn_parser(self.model, request, opening=opening, inside=inside)
+        grammar = turn_grammar(self.model, request, opening=opening, inside=inside)
+        sample_request = self._sample_request(session, request, prompt, grammar, call)
+        call.set_request(sample_request, on_retry=parser.restart)
+        return parser
 
     def _sample_request(
         self,

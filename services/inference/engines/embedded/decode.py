@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
+from forge.core.placement.prefix_cache import Match
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Piece, Prompt
 from services.inference.engines.embedded.arrivals import Arrivals
@@ -146,18 +147,7 @@ class DecodeActor(ThreadActor):
         reserved = self._reserved[prompt.request_id]
         match = reserved.match
         try:
-            if self._policy.version == 0:
-                raise Unavailable("no weights have been loaded yet")
-            if len(self._waiting) >= self._max_waiting:
-                raise ResourceExhausted(
-                    f"{self._max_waiting} requests already wait for a slot", retry_after_s=1.0
-                )
-            assert match.tokens + span.tokens == prompt.tokens
-            fetched = self._arrivals.keys_and_values(span)
-            arrived = Arrived(
-                cached=match, fetched=fetched, pinned=True, recurrent=self._arrivals.recurrent(span)
-            )
-            self._require_room_to_wait(arrived.nbytes)
+            arrived = self._arrived(join, match)
         except BaseException:
             self._unreserve(prompt.request_id)
             raise
@@ -166,9 +156,8 @@ class DecodeActor(ThreadActor):
         # A prefix and its continuation by different weights belong to no version.
         of_one = not match.tokens or span.version == reserved.version
         if of_one and span.version == self._policy.version:
-            self._cache.store(
-                prompt.ids, fetched, from_token=match.tokens, routes=self._arrivals.routes(span)
-            )
+            routes = self._arrivals.routes(span)
+            self._cache.store(prompt.ids, arrived.fetched, from_token=match.tokens, routes=routes)
             blocks = self._cache.match(prompt.ids, pin=True)
             # One pin for each request: blocks with two are shared, and get a shared prefix.
             self._cache.unpin(match)
@@ -192,6 +181,25 @@ class DecodeActor(ThreadActor):
                 routes_sent=prompt.tokens,
             )
         )
+
+    def _arrived(self, join: Join, match: Match) -> Arrived:
+        """Decode the keys and values of a prompt behind its match in the cache. Raises Unavailable
+        without weights, ResourceExhausted if too many requests wait."""
+        if self._policy.version == 0:
+            raise Unavailable("no weights have been loaded yet")
+        if len(self._waiting) >= self._max_waiting:
+            raise ResourceExhausted(
+                f"{self._max_waiting} requests already wait for a slot", retry_after_s=1.0
+            )
+        assert match.tokens + join.span.tokens == join.prompt.tokens
+        arrived = Arrived(
+            cached=match,
+            fetched=self._arrivals.keys_and_values(join.span),
+            pinned=True,
+            recurrent=self._arrivals.recurrent(join.span),
+        )
+        self._require_room_to_wait(arrived.nbytes)
+        return arrived
 
     def _require_room_to_wait(self, arriving_bytes: int) -> None:
         """Raises ResourceExhausted if waiting keys and values would exceed their share of the

@@ -117,25 +117,57 @@ def attention_with_lse(
             compiled = compiled_attention()
             if compiled is not None:
                 return compiled(q_ABSD, k_ABTD, v_ABTD, bias=bias, scale=scale)
-        read_ABSD, lse_ABS = torch.empty_like(q_ABSD), q_ABSD.new_empty(q_ABSD.shape[:3])
-        for rows, kv_heads in _parts(k_ABTD, q_ABSD.dtype):
-            part = (rows, kv_heads)
-            k_part, v_part = _scratch.widened(k_ABTD[part], v_ABTD[part], q_ABSD.dtype)
-            read_ABSD[part], lse_ABS[part] = attention_with_lse(
-                q_ABSD[part],
-                k_part,
-                v_part,
-                bias=None if bias is None else bias[rows],
-                scale=scale,
-                softcap=softcap,
-                is_causal=is_causal,
-            )
-        return read_ABSD, lse_ABS
+        return _widened_attention(
+            q_ABSD, k_ABTD, v_ABTD, bias=bias, scale=scale, softcap=softcap, is_causal=is_causal
+        )
     if q_ABSD.device.type == "cpu" and softcap is None:
         read_ABSD, lse_ABS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_ABSD, k_ABTD, v_ABTD, 0.0, is_causal, attn_mask=bias, scale=scale
         )
         return read_ABSD, lse_ABS
+    return _plain_attention(
+        q_ABSD, k_ABTD, v_ABTD, bias=bias, scale=scale, softcap=softcap, is_causal=is_causal
+    )
+
+
+def _widened_attention(
+    q_ABSD: torch.Tensor,
+    k_ABTD: torch.Tensor,
+    v_ABTD: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_with_lse` of narrower keys and values, widened a few heads at a time."""
+    read_ABSD, lse_ABS = torch.empty_like(q_ABSD), q_ABSD.new_empty(q_ABSD.shape[:3])
+    for rows, kv_heads in _parts(k_ABTD, q_ABSD.dtype):
+        part = (rows, kv_heads)
+        k_part, v_part = _scratch.widened(k_ABTD[part], v_ABTD[part], q_ABSD.dtype)
+        read_ABSD[part], lse_ABS[part] = attention_with_lse(
+            q_ABSD[part],
+            k_part,
+            v_part,
+            bias=None if bias is None else bias[rows],
+            scale=scale,
+            softcap=softcap,
+            is_causal=is_causal,
+        )
+    return read_ABSD, lse_ABS
+
+
+def _plain_attention(
+    q_ABSD: torch.Tensor,
+    k_ABTD: torch.Tensor,
+    v_ABTD: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_with_lse` from scores in memory."""
     scale = q_ABSD.shape[-1] ** -0.5 if scale is None else scale
     scores_ABST = q_ABSD @ k_ABTD.transpose(-1, -2) * scale
     if softcap is not None:

@@ -107,14 +107,10 @@ def draw(
         kept = drawn.kept_logprobs.tolist()
         allowed = {row: share + allowed.get(row, 0.0) for row, share in enumerate(kept)}
     ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
-    for row, logits_V in plain.items():
-        # A greedy row has no distribution.
-        if heat := settings[row].temperature:
-            allowed[row] = float((logits_V / heat).log_softmax(-1)[ids[row]]) - logprobs[row]
     return Drawn(
         ids=ids,
         logprobs=logprobs,
-        allowed=allowed,
+        allowed=allowed | _unweighted(plain, settings, ids, logprobs),
         top=_likeliest(drawn.all_logprobs, [s.top_logprobs for s in settings]),
         failed=failed,
     )
@@ -154,6 +150,22 @@ def _reweight(
         logits_V = logits_V - change.presence * (counts_V > 0) - change.frequency * counts_V
         logits_RV[row] = logits_V
     return plain
+
+
+def _unweighted(
+    plain: Mapping[int, torch.Tensor],
+    settings: Sequence[Sampling],
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+) -> dict[int, float]:
+    """Return `Drawn.allowed` of reweighted rows: the log-prob by the model's own logits less that
+    of the draw."""
+    return {
+        row: float((logits_V / heat).log_softmax(-1)[ids[row]]) - logprobs[row]
+        for row, logits_V in plain.items()
+        # A greedy row has no distribution.
+        if (heat := settings[row].temperature)
+    }
 
 
 def _likeliest(logprobs_RV: torch.Tensor | None, counts: Sequence[int]) -> dict[int, Likeliest]:

@@ -116,7 +116,6 @@ def decode_actor(
     """The actor that samples; `kv_bytes` for running sequences and shared prefixes. `resumes`: it
     also keeps states for prompts that continue its answers. Raises ConfigError without memory for
     one sequence."""
-    depth = DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts)
     shape = policy.kv_shape
     most = running_limit(options, policy, kv_bytes=kv_bytes, resumes=resumes)
     states = None
@@ -124,23 +123,8 @@ def decode_actor(
         block_tokens = options.block_tokens if resumes else 0
         states = StateRows(shape.states, shape.device, rows=most, block_tokens=block_tokens)
         kv_bytes -= states.bytes
-    # The pass over extents has no recurrent layers.
-    attend = device_attention(shape) if states is None else None
-    context_tokens = policy.limits.context_tokens
-    if attend is None:
-        slabs: Slabs[Any] = Slabs(shape, context_tokens=context_tokens, capacity_bytes=kv_bytes)
-        prefixes = _prefixes(policy, cache, slabs)
-        step = DecodeStep(policy, slabs, prefixes, HeadDrafter(policy), depth, states=states)
-    else:
-        extents: Extents[Any] = Extents(
-            shape, context_tokens=context_tokens, capacity_bytes=kv_bytes
-        )
-        graphs = DeviceGraphs(policy.device)
-        device_pass = DevicePass(policy, extents, attend, graphs)
-        drafter = DeviceDrafter(policy, graphs)
-        step = DecodeStep(policy, extents, None, drafter, depth, device_pass=device_pass)
     return DecodeActor(
-        step,
+        _decode_step(options, policy, cache, states, kv_bytes),
         cache,
         _stored(store, policy),
         max_running=most,
@@ -148,6 +132,28 @@ def decode_actor(
         threads=options.threads,
         recompute=options.recompute_on_update,
     )
+
+
+def _decode_step(
+    options: EngineOptions,
+    policy: Policy,
+    cache: KvCache,
+    states: StateRows | None,
+    kv_bytes: int,
+) -> DecodeStep:
+    shape, context_tokens = policy.kv_shape, policy.limits.context_tokens
+    depth = DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts)
+    # The pass over extents has no recurrent layers.
+    attend = device_attention(shape) if states is None else None
+    if attend is None:
+        slabs: Slabs[Any] = Slabs(shape, context_tokens=context_tokens, capacity_bytes=kv_bytes)
+        prefixes = _prefixes(policy, cache, slabs)
+        return DecodeStep(policy, slabs, prefixes, HeadDrafter(policy), depth, states=states)
+    extents: Extents[Any] = Extents(shape, context_tokens=context_tokens, capacity_bytes=kv_bytes)
+    graphs = DeviceGraphs(policy.device)
+    device_pass = DevicePass(policy, extents, attend, graphs)
+    drafter = DeviceDrafter(policy, graphs)
+    return DecodeStep(policy, extents, None, drafter, depth, device_pass=device_pass)
 
 
 def running_limit(options: EngineOptions, policy: Policy, *, kv_bytes: int, resumes: bool) -> int:
