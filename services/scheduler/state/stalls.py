@@ -212,8 +212,9 @@ class Watch:
 
 
 def why(facts: Facts, *, after_s: float) -> Stall | None:
-    """The cause; None if there was progress within `after_s`, or no group waits."""
-    if facts.idle_s < after_s:
+    """The cause; None if there was progress or a new batch within `after_s`, or no group waits."""
+    leased_s = facts.batch[2] if facts.batch is not None else facts.idle_s
+    if min(facts.idle_s, leased_s) < after_s:
         return None
     if not facts.waiting:
         return _given_up(facts) if facts.tombstoned else None

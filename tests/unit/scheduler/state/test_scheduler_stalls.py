@@ -124,6 +124,8 @@ async def test_status_shows_a_stall_until_a_batch_is_committed(
     await term.queue.ask(SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
     take = TakeBatch(trainer_id="t", max_groups=1)
     batch = await (await term.queue.ask(take, timeout_s=ASK_S))
+    assert not (await status(term)).HasField("stall")
+    clock.now_s += AFTER_S
     assert (await status(term)).stall.cause == "trainer_busy"
     commit = CommitBatch(batch_id=batch.batch_id, step=1, task_ids=["a"])
     await term.commits.ask(commit, timeout_s=ASK_S)
