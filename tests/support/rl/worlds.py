@@ -37,8 +37,6 @@ from forge.rl.model.recomputation import recompute_activations
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import World, whole
-from services.trainer.model.lora import LoraTrainee
-from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.forests import forest
 from tests.support.rl.meshes import print_cases, write_cases
 from tests.support.rl.models import (
@@ -107,14 +105,27 @@ def samples() -> list[Sample]:
     return [one for kind in kinds for one in forest(kind)]
 
 
+def adapted(model: Any, **settings: Any) -> Any:
+    """The trainer's `LoraTrainee`; not for `tests.support.rl.ranks`, where no service imports."""
+    from services.trainer import setting_tables as tables
+    from services.trainer.model.lora import LoraTrainee
+
+    return LoraTrainee(model, tables.LoraSettings(**settings), model_path=Path())
+
+
 def model_of(case: Case) -> Any:
     model = tiny_model(case.family, torch.float64, kv_heads=case.kv_heads)
-    if case.adapters:
-        LoraTrainee(model, LoraSettings(rank=2, targets=case.adapters), model_path=Path())
-        model.to(torch.float64)
-        for name, one in model.named_parameters():
-            if "lora_B" in name:  # zero at the start, and so would be the gradients of A
-                torch.nn.init.normal_(one, std=0.3, generator=torch.Generator().manual_seed(1))
+    if case.adapters == ADAPTED:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        model.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=[*ADAPTED]), model)
+    elif case.adapters:
+        adapted(model, rank=2, targets=case.adapters)
+    model.to(torch.float64)
+    for name, one in model.named_parameters():
+        if "lora_B" in name:  # zero at the start, and so would be the gradients of A
+            torch.nn.init.normal_(one, std=0.3, generator=torch.Generator().manual_seed(1))
     return model
 
 
@@ -238,16 +249,14 @@ def step_error(
 
 
 def adapted_steps_error(world: World) -> float:
-    """Of published weights, adapters, losses and statistics over three steps with adapters, with
-    their base as the reference."""
+    """Of weights, adapters, losses and statistics over three steps, with the base as reference."""
     objective = ObjectiveConfig(kl_coef=0.3, kl_estimator="k3")
     optimizer = OptimizerConfig(learning_rate=1e-3)
     ends = []
     for one in (world, None):
         torch.manual_seed(0)
         model = tiny_model("llama", torch.float64)
-        settings = LoraSettings(rank=2, alpha=8.0, targets=ADAPTED)
-        trainee = LoraTrainee(model, settings, model_path=Path())
+        trainee = adapted(model, rank=2, alpha=8.0, targets=ADAPTED)
         model.to(torch.float64)
         policy = TreePolicy(model)
         if one is not None:

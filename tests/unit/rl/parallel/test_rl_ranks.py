@@ -80,11 +80,11 @@ def test_two_shards_are_exact(found: dict[str, float]) -> None:
 
 
 def test_two_parts_of_each_layer_are_exact(found: dict[str, float]) -> None:
-    """Loss and every gradient in fp64: a tied head, and divided experts in relayed trees; each rank
-    holds half of the parameters, and all norms and routers. `make test-ranks` has further models,
-    steps and meshes."""
+    """Loss and every gradient in fp64: a tied head, divided experts in relayed trees, adapters.
+    Each rank holds half of the parameters, and all norms and routers. `make test-ranks` has further
+    models, steps and meshes."""
     cases = {case: error for case, error in found.items() if case.startswith("1x1x1x2 ")}
     assert cases.pop("1x1x1x2 held") == pytest.approx(5808 / 2 + 96, rel=0.03)
     assert cases.pop("1x1x1x2 held of experts") == pytest.approx(6576 / 2 + 224, rel=0.03)
-    assert len(cases) == 2
+    assert len(cases) == 3
     assert not {case: error for case, error in cases.items() if not error <= 1e-10}
