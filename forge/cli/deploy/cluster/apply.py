@@ -60,16 +60,10 @@ def _require_release(cluster: Cluster) -> None:
 
 
 def _bootstrap(cluster: Cluster, joining: Collection[str]) -> None:
-    deadline_s = cluster.now_s() + cluster.healthy_s
-    while True:
-        try:
-            cluster.forge(cluster.admin, "bootstrap")
-            return
-        except StepFailed as error:
-            # A new cluster elects its leader first.
-            if cluster.now_s() >= deadline_s:
-                raise (_without_quorum(error, joining) if joining else error) from None
-            cluster.pause(1.0)
+    try:
+        cluster.bootstrap()
+    except StepFailed as error:
+        raise (_without_quorum(error, joining) if joining else error) from None
 
 
 def _without_quorum(error: StepFailed, joining: Collection[str]) -> StepFailed:

@@ -91,7 +91,7 @@ class Cluster:
             case "check":
                 self.wait_healthy(step, release=release)
             case "roles":
-                self.forge(step.host, "bootstrap")
+                self.bootstrap()
 
     def run(self, host: str, *words: str, stdin: bytes = b"", limit_s: float = 60.0) -> str:
         """Run a command on a host; return its output. Raises `StepFailed`, `HostAway`."""
@@ -111,6 +111,21 @@ class Cluster:
         """Run `forge deploy ...` of the rendered release on a host."""
         program = _program(self.manifests[host].release)
         return self.run(host, *program, "deploy", *words, limit_s=limit_s)
+
+    def bootstrap(self) -> None:
+        """Apply users, roles and tokens of etcd from the admin's host, until `healthy_s`: a new
+        cluster elects its leader first, and on a host under load etcd may not answer. Raises
+        `StepFailed`."""
+        deadline_s = self.now_s() + self.healthy_s
+        while True:
+            try:
+                self.forge(self.admin, "bootstrap")
+            except StepFailed:
+                if self.now_s() >= deadline_s:
+                    raise
+                self.pause(_PAUSE_S)
+            else:
+                return
 
     def copy(self, host: str) -> None:
         """Copy the rendered files of a host to it; they are complete once the manifest is there."""

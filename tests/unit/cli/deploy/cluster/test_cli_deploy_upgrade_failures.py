@@ -79,6 +79,14 @@ def test_late_status_of_a_loaded_host_refuses_no_upgrade(
     assert restarts == ["beta", "alpha"]
 
 
+def test_late_etcd_turns_no_upgrade_around(hosts: FakeHosts, tmp_path: Path) -> None:
+    """Users and roles come last, when everything runs the release; they are applied again."""
+    looks = count()
+    hosts.fails = lambda _, words: words[-1] == "bootstrap" and next(looks) < 2
+    assert upgraded(tmp_path, code=0)[-1] == f"every instance has release {TO}"
+    assert hosts.releases() == {TO}
+
+
 def test_upgrade_without_any_status_changes_nothing(hosts: FakeHosts, tmp_path: Path) -> None:
     """The line has the reason."""
     hosts.fails = lambda _, words: [*words][:2] == ["bash", "-lc"]
