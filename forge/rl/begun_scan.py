@@ -21,7 +21,7 @@ STATE = "initial_state"
 
 
 def from_state(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """The same scan, with the argument `STATE`, of which the result is differentiable, too."""
+    """The same scan with the argument `STATE`; gradients flow to the state, too."""
 
     def begun(
         hidden_states: Tensor,

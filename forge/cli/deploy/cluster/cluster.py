@@ -116,16 +116,19 @@ class Cluster:
         """Apply users, roles and tokens of etcd from the admin's host, until `healthy_s`: a new
         cluster elects its leader first, and on a host under load etcd may not answer. Raises
         `StepFailed`."""
+        self._repeated(lambda: self.forge(self.admin, "bootstrap"))
+
+    def _repeated(self, do: Callable[[], Result]) -> Result:
+        """Return the result of a function that is called until it has one, for `healthy_s` at
+        most. Raises the `StepFailed` of the last call."""
         deadline_s = self.now_s() + self.healthy_s
         while True:
             try:
-                self.forge(self.admin, "bootstrap")
+                return do()
             except StepFailed:
                 if self.now_s() >= deadline_s:
                     raise
-                self.pause(_PAUSE_S)
-            else:
-                return
+            self.pause(_PAUSE_S)
 
     def copy(self, host: str) -> None:
         """Copy the rendered files of a host to it; they are complete once the manifest is there."""
@@ -166,20 +169,11 @@ class Cluster:
     def leaders(self) -> set[str]:
         """Return the ids of the instances that lead: replicated shards, scheduler, trainer. A host
         under load may give no status at first. Raises `StepFailed`."""
-        deadline_s = self.now_s() + self.healthy_s
-        while True:
-            try:
-                services = self.status()["services"]
-            except StepFailed:
-                if self.now_s() >= deadline_s:
-                    raise
-                self.pause(_PAUSE_S)
-            else:
-                return {
-                    one["instance"]
-                    for one in services
-                    if one["kind"] == "pool" or one["role"] == "leader"
-                }
+        return {
+            one["instance"]
+            for one in self._repeated(self.status)["services"]
+            if one["kind"] == "pool" or one["role"] == "leader"
+        }
 
     def wait_active(self, host: str, unit: str) -> None:
         """Wait until a unit runs. Raises `StepFailed` with the last lines of its journal."""

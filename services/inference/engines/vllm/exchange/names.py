@@ -1,4 +1,4 @@
-"""Names by which vLLM's processes import `engine_core`, and keys of what they are told."""
+"""Names by which vLLM's processes import `engine_core`, and keys of their transfer parameters."""
 
 from __future__ import annotations
 
