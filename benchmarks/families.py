@@ -19,6 +19,9 @@ rotary embeddings in fp32 whatever the type, hence errors of about 1e-7.
 refused. Its error is the largest of a log-prob, in nats, over whole distributions, against the
 model's own forward on each sequence alone; the likeliest tokens are then equal too.
 
+Each finished row is kept in `.forge/families.jsonl`. A run that is interrupted or repeated computes
+only the rows that are missing for this code and these versions of Python, torch and transformers.
+
 Exit code 1 if a family that is trained has an error above its type's tolerance, or failed.
 """
 
@@ -28,13 +31,16 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import structlog
 import torch
 import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.support.inference.finished_rows import FinishedRows, Row, key_of_code
 from benchmarks.support.inference.model_families import QUICK, Family, Finding, examine, families
 from benchmarks.support.report import arguments, keep
 from forge.rl.model.capabilities import one_line
@@ -62,14 +68,6 @@ The models are small copies of each family with random weights. `benchmarks/fami
 | family | trained | loss, within | gradient, within | loss, beyond | gradient, beyond | served | log-prob | why not merged | why not served |
 |---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of the table."""
-
-    trained: Finding
-    served: Verdict
 
 
 def serve(family: Family) -> Verdict:
@@ -134,30 +132,58 @@ def _key(way: str) -> str:
     return way.replace(" ", "_")
 
 
+def table(wanted: Sequence[Family], finished: FinishedRows) -> dict[str, Row]:
+    """Compute the rows that are not finished, and print each."""
+    head = "".join(f"{key:>17}" for key in ERRORS)
+    print(f"{'family':<30}{'trained':<13}{head}  {'served':<17}  why")
+    findings = {}
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    ) as progress:
+        bar = progress.add_task("families", total=len(wanted))
+        for family in wanted:
+            progress.update(bar, description=family.name)
+            row = finished.get(family.name)
+            if row is None:
+                row = Row(trained=examine(family), served=serve(family))
+                finished.add(family.name, row)
+            findings[family.name] = row
+            print(_line(family.name, row), flush=True)
+            progress.advance(bar)
+    return findings
+
+
+def _line(name: str, row: Row) -> str:
+    finding = row.trained
+    errors = "".join(f"{cell:>17}" for cell in _cells(finding))
+    mark = "" if finding.exact else "WRONG "
+    served = _served(row).replace(" | ", " ")
+    why = "; not served: ".join(filter(None, (f"{mark}{finding.reason}", row.served.refusal)))
+    return f"{name:<30}{finding.way:<13}{errors}  {served:<17}  {why}"
+
+
 def main() -> int:
     parser = arguments(__doc__, quick="the families that are easiest to get wrong, and some others")
     parser.add_argument("--only", nargs="*", help="families to examine")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument(
+        "--finished",
+        type=Path,
+        default=Path(".forge/families.jsonl"),
+        help="finished rows; without this file, all are computed",
+    )
     options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    wanted = options.only or (QUICK if options.quick else None)
-    findings: dict[str, Row] = {}
-    numbers: dict[str, float] = {}
-    head = "".join(f"{key:>17}" for key in ERRORS)
-    print(f"{'family':<30}{'trained':<13}{head}  {'served':<17}  why")
-    for family in families():
-        if wanted is not None and family.name not in wanted:
-            continue
-        row = findings[family.name] = Row(trained=examine(family), served=serve(family))
-        finding = row.trained
-        numbers |= numbers_of(family.name, row)
-        errors = "".join(f"{cell:>17}" for cell in _cells(finding))
-        mark = "" if finding.exact else "WRONG "
-        served = _served(row).replace(" | ", " ")
-        why = "; not served: ".join(filter(None, (f"{mark}{finding.reason}", row.served.refusal)))
-        print(f"{family.name:<30}{finding.way:<13}{errors}  {served:<17}  {why}", flush=True)
+    names = options.only or (QUICK if options.quick else None)
+    wanted = [one for one in families() if names is None or one.name in names]
+    findings = table(wanted, FinishedRows(options.finished, key=key_of_code()))
+    numbers = {
+        key: value for name, row in findings.items() for key, value in numbers_of(name, row).items()
+    }
     wrong = [name for name, one in findings.items() if not one.trained.exact]
     print(f"{counts_of(findings)}; wrong: {', '.join(wrong) or 'none'}")
     keep({**numbers, "families": len(findings), "wrong": len(wrong)}, options.json)
@@ -166,5 +192,12 @@ def main() -> int:
     return 1 if wrong else 0
 
 
+def _silence_libraries() -> None:
+    logging.disable(logging.WARNING)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    warnings.simplefilter("ignore")
+
+
 if __name__ == "__main__":
+    _silence_libraries()
     sys.exit(main())

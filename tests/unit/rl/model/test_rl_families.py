@@ -6,7 +6,6 @@ The whole table is `make families`; here are those of which each had a way to be
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import families as command
+from benchmarks.support.inference import finished_rows
+from benchmarks.support.inference.finished_rows import FinishedRows, Row
 from benchmarks.support.inference.model_families import (
     NEEDED,
     VARIANTS,
@@ -34,6 +35,7 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy, kinds_of_modules, own_logprobs, small_copy
 from forge.rl.tree.separate_samples import separated
 from forge.rl.tree.states import TreeStates
+from services.inference.engines.embedded.family_check import Verdict
 from tests.support.rl.forests import KINDS, forest
 from tests.support.rl.models import SHAPE, tiny_model
 
@@ -178,14 +180,68 @@ def test_families_command_fails_for_a_wrongly_trained_family(
     monkeypatch.setattr(command, "examine", lambda _: finding)
     page, numbers = tmp_path / "page.md", tmp_path / "numbers.json"
     argv = ["families", "--only", "llama", "--markdown", str(page), "--json", str(numbers)]
+    argv += ["--finished", str(tmp_path / "rows.jsonl")]
     monkeypatch.setattr(sys, "argv", argv)
-    try:
-        assert command.main() == int(not exact)
-    finally:
-        logging.disable(logging.NOTSET)
+    assert command.main() == int(not exact)
     assert "| llama | merged | 0.0e+00 | 1.0e-07 | 0.0e+00 | 5.0e-01 | yes | " in page.read_text()
     assert json.loads(numbers.read_text())["llama.served"] == 1.0
     assert json.loads(numbers.read_text())["llama.grad_err_beyond"] == 0.5
+
+
+def test_families_command_continues_after_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second run computes only the row that the first one did not finish, whose line is cut,
+    and writes the page that a single run would have written."""
+    computed = []
+
+    def examine(family: Family) -> Finding:
+        computed.append(family.name)
+        if computed == ["gemma", "gpt2"]:
+            raise KeyboardInterrupt
+        return Finding(way="alone", reason="a | b", errors=(0.0, 1e-7, 0.0, 0.5))
+
+    monkeypatch.setattr(command, "examine", examine)
+    monkeypatch.setattr(command, "serve", lambda family: Verdict(error=1e-6, greedy_equal=True))
+    rows, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
+    argv = ["families", "--only", "gemma", "gpt2", "--finished", str(rows), "--markdown", str(page)]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(KeyboardInterrupt):
+        command.main()
+    with rows.open("a") as file:
+        file.write('\n{"key": "cut')
+    assert command.main() == 0
+    assert computed == ["gemma", "gpt2", "gpt2"]
+    continued = page.read_text()
+    rows.unlink()
+    assert command.main() == 0
+    assert computed[3:] == ["gemma", "gpt2"]
+    assert page.read_text() == continued
+
+
+def test_rows_of_other_code_are_computed_again(tmp_path: Path) -> None:
+    """A key is of the code and the versions."""
+    row = Row(trained=Finding(way="merged", errors=(0.0,) * 4), served=Verdict(refusal="no"))
+    path = tmp_path / "rows.jsonl"
+    FinishedRows(path, key="one").add("llama", row)
+    assert FinishedRows(path, key="one").get("llama") == row
+    assert FinishedRows(path, key="two").get("llama") is None
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_key_of_rows_changes_with_code_and_versions(
+    library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One changed byte of one file, or one other version, makes another key."""
+    source = tmp_path / "forge/rl/model/policy.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("a = 1\n")
+    monkeypatch.setattr(finished_rows, "_REPOSITORY", tmp_path)
+    first = finished_rows.key_of_code()
+    source.write_text("a = 2\n")
+    second = finished_rows.key_of_code()
+    monkeypatch.setattr(getattr(finished_rows, library), "__version__", "0.1")
+    assert len({first, second, finished_rows.key_of_code()}) == 3
 
 
 def test_capped_scores_are_compared_with_an_attention_that_has_caps() -> None:
