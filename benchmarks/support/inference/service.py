@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,38 @@ CLUSTER, GROUP = "benchmark", "bench"
 START_S = 300.0
 
 
+@dataclass(slots=True)
+class Answer:
+    """Sampled tokens, with their log-probs."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
 class Service:
     """A router and its workers."""
 
-    def __init__(self, model: Path, dtype: str, *, roles: tuple[str, ...], cache_mib: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        dtype: str,
+        *,
+        roles: tuple[str, ...],
+        cache_mib: int,
+        engine: str = "embedded",
+        python: str = sys.executable,
+    ) -> None:
+        """`python` runs the workers."""
         self._settings = ["--model-path", str(model), "--dtype", dtype]
         self._settings += ["--kv.cache-mib", str(cache_mib)]
         self._roles = roles
+        self._engine = engine
+        self._python = python
         self._undo = AsyncExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._calls = itertools.count(1)
         self._requests: asyncio.Queue[pb.SampleStreamRequest] = asyncio.Queue()
-        self._answers: dict[int, tuple[list[int], asyncio.Future[None]]] = {}
+        self._answers: dict[int, tuple[Answer, asyncio.Future[None]]] = {}
 
     async def start(self) -> None:
         """Start all processes; return once the workers serve."""
@@ -67,14 +88,20 @@ class Service:
         self._reader = asyncio.create_task(self._read(stub.SampleStream(self._sent())))
 
     def _start(self, role: str, folder: Path, flags: list[str]) -> None:
-        argv = [sys.executable, "-m", "services.inference", *flags, "--role", role]
+        python = sys.executable if role == "router" else self._python
+        argv = [python, "-m", "services.inference", *flags, "--role", role]
         argv += ["--instance-id", role, "--log-level", "warning"]
         argv += ["--log-file", str(folder / f"{role}.log")]
         if role != "router":
-            argv += ["--weights", "frozen"]
+            argv += ["--weights", "frozen", "--engine", self._engine]
         process = subprocess.Popen(dying_with_parent(argv))
         self._processes.append(process)
         self._undo.callback(ended, process)
+
+    async def stop(self) -> None:
+        """End all processes."""
+        self._reader.cancel()
+        await self._undo.aclose()
 
     def cpu_s(self) -> float:
         """CPU seconds of router and workers so far."""
@@ -85,15 +112,19 @@ class Service:
         return await asyncio.gather(*(self._one(ids, tokens) for ids in prompts))
 
     async def _one(self, ids: list[int], tokens: int) -> list[int]:
+        sampling = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=tokens)
+        return (await self.sample(ids, sampling)).ids
+
+    async def sample(self, ids: list[int], sampling: SamplingParams) -> Answer:
+        """Sample one answer; the number of the call is its seed."""
         call = next(self._calls)
-        answer: list[int] = []
+        answer = Answer()
         done = asyncio.get_running_loop().create_future()
         self._answers[call] = answer, done
         request = pb.SampleRequest(
-            request_id=str(call),
-            prompt_ids=int32_bytes(ids),
-            sampling=SamplingParams(temperature=1.0, top_p=1.0, max_tokens=tokens, seed=call),
+            request_id=str(call), prompt_ids=int32_bytes(ids), sampling=sampling
         )
+        request.sampling.seed = call
         begin = pb.SampleBegin(call=call, timeout_s=3600.0, request=request)
         self._requests.put_nowait(pb.SampleStreamRequest(begin=[begin]))
         await done
@@ -108,7 +139,9 @@ class Service:
             for event in message.events:
                 answer, done = self._answers[event.call]
                 if event.HasField("response"):
-                    answer += codec.read_tokens(event.response.tokens).ids
+                    tokens = codec.read_tokens(event.response.tokens)
+                    answer.ids += tokens.ids
+                    answer.logprobs += tokens.logprobs
                 elif event.end.status_code:
                     done.set_exception(RuntimeError(event.end.details))
                 else:
