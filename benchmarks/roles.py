@@ -24,11 +24,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.support.inference.early_hand_off import measure_early
 from benchmarks.support.inference.engine_costs import SHAPES
 from benchmarks.support.inference.hand_off import measure_hand_off
+from benchmarks.support.inference.random_weights import random_weights
 from benchmarks.support.report import arguments, keep, show
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_bytes
@@ -41,7 +41,6 @@ from services.inference.engines.base import (
 from services.inference.engines.embedded.decode import DecodeActor
 from services.inference.engines.embedded.engine import EmbeddedBoth, EmbeddedDecode, EmbeddedPrefill
 from services.inference.engines.provider import EngineOptions, KvStoreOptions
-from services.inference.engines.tensor_bytes import to_named
 
 SHAPE = SHAPES["tiny"]
 
@@ -100,10 +99,7 @@ class Pair:
 async def engines(role: str, **options: Any) -> AsyncIterator[Pair]:
     """Start the engines of `two` roles or of `both` in one, with weights."""
     with tempfile.TemporaryDirectory() as folder:
-        SHAPE.save_pretrained(folder)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(SHAPE, dtype=torch.float32)
-        weights = {name: to_named(name, one) for name, one in model.state_dict().items()}
+        weights = random_weights(SHAPE, folder)
         chosen = EngineOptions(
             model_path=str(Path(folder)), dtype="float32", request_timeout_s=600.0, **options
         )

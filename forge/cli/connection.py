@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from forge.runtime.rpc import Channels
 
 CONNECT_S = 3.0
+"""Wait for etcd. A person waits for a command, and etcd runs before it; services wait longer, since
+they may start beside etcd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

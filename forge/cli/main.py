@@ -210,8 +210,8 @@ def doctor(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Model directory: check its chat template; with --engine run the checks that need "
-            "a GPU."
+            help="Model directory: check its chat template; with --engine also that the engine can "
+            "serve it."
         ),
     ] = None,
     settings: Annotated[

@@ -11,9 +11,6 @@ from dataclasses import dataclass, replace
 
 from forge.core.errors import InvalidArgument
 
-UNKNOWN_BYTE = b"\xff"
-"""All bytes of the row of a token whose experts are not known."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteShape:

@@ -19,9 +19,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.support.inference.engine_costs import SHAPES
+from benchmarks.support.inference.random_weights import random_weights
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
@@ -34,7 +34,6 @@ from services.inference.engines.base import KvSpan
 from services.inference.engines.embedded.engine import EmbeddedDecode, EmbeddedPrefill
 from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.tensor_bytes import to_named
 from services.inference.worker.kv_fetch import KvFetch
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 
@@ -70,12 +69,8 @@ def _security() -> Security:
 @asynccontextmanager
 async def _engine(kind: Any, shape: str, tokens: int) -> AsyncIterator[Any]:
     torch.set_num_threads(1)
-    config = SHAPES[shape]
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        weights = {name: to_named(name, one) for name, one in model.state_dict().items()}
+        weights = random_weights(SHAPES[shape], folder)
         options = EngineOptions(
             model_path=folder, dtype="float32", request_timeout_s=600.0,
             context_tokens=tokens + 16, kv_bytes=4 * _GIB, cache_bytes=_GIB // 4,

@@ -75,7 +75,7 @@ class QueueInvariants(RuleBasedStateMachine):
     @invariant()
     def assigned_groups_are_complete_and_inside(self) -> None:
         window = self.queue.window
-        assigned = [group for group in self._training() if window.is_assigned(group)]
+        assigned = [group for group in self._training() if self._is_assigned(group)]
         assert len(assigned) == window.assigned
         for group in assigned:
             assert group.phase is Phase.COMPLETE
@@ -225,7 +225,10 @@ class QueueInvariants(RuleBasedStateMachine):
         return [group for group in self._groups() if not group.spec.evaluation]
 
     def _is_taken(self, group: Group) -> bool:
-        return group.phase is Phase.BATCHED or self.queue.window.is_assigned(group)
+        return group.phase is Phase.BATCHED or self._is_assigned(group)
+
+    def _is_assigned(self, group: Group) -> bool:
+        return group.spec.index in self.queue.window._filling.indices
 
     def _head(self) -> int:
         waiting = [

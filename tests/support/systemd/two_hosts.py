@@ -84,9 +84,10 @@ class TwoHosts:
 
     def status(self) -> dict[str, Any]:
         """What `forge status --json` prints on the first host."""
-        shown = self.first.run("bash", "-lc", "forge status --json 2>/dev/null", check=False)
-        away = {"services": [], "problems": ["etcd does not answer"], "scheduler": None}
-        status: dict[str, Any] = json.loads(shown.strip().rpartition("\n")[2] or "null") or away
+        shown = self.first.run("bash", "-lc", "forge status --json 2>&1", check=False)
+        answers = [line for line in shown.splitlines() if line.startswith("{")]
+        away = {"services": [], "problems": [shown.strip()], "scheduler": None}
+        status: dict[str, Any] = json.loads(answers[-1]) if answers else away
         return status
 
     def check(self) -> dict[str, Any]:

@@ -207,10 +207,6 @@ class Window:
         """Groups assigned to the open batch."""
         return len(self._filling)
 
-    def is_assigned(self, group: Group) -> bool:
-        """Whether a group is assigned to the open batch."""
-        return group.spec.index in self._filling.indices
-
     @property
     def most_taken(self) -> int:
         """Most groups below H that are taken and not consumed."""
