@@ -41,12 +41,13 @@ def _declared() -> tuple[Requirement, ...]:
 
 def missing_packages(extras: Collection[str]) -> set[str]:
     """Returns the required packages that are not installed."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import PackageNotFoundError, distribution
 
     missing = set()
     for package in requirements(extras):
+        # Not its version: for that the whole file of its metadata is parsed.
         try:
-            version(package.name)
+            distribution(package.name)
         except PackageNotFoundError:
             missing.add(package.name)
     return missing

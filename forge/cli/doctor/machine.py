@@ -107,18 +107,25 @@ def _packages() -> Finding:
 
 def _import_names() -> Finding:
     """Two distributions can have one package name; pip keeps the files installed last."""
-    owners = metadata.packages_distributions()
     others = {
-        f"{owner} {metadata.version(owner)} has a package {name} too"
+        f"{one.name} {one.version} has a package {name} too"
+        for one in metadata.distributions()
         for name in ("forge", "services")
-        for owner in owners.get(name, ())
-        if owner != DISTRIBUTION
+        if _has_package(one, name) and one.name != DISTRIBUTION
     }
     return Finding(
         ok=not others,
         text=", ".join(sorted(others)) or f"{DISTRIBUTION} {metadata.version(DISTRIBUTION)}",
         remedy=f"Uninstall it, then: pip install --force-reinstall --no-deps {DISTRIBUTION}",
     )
+
+
+def _has_package(distribution: metadata.Distribution, name: str) -> bool:
+    """By its own list, or its files; `packages_distributions` takes half a second for all names."""
+    listed = distribution.read_text("top_level.txt")
+    if listed:
+        return name in listed.split()
+    return f"\n{name}/" in "\n" + (distribution.read_text("RECORD") or "")
 
 
 def _torch() -> Finding:

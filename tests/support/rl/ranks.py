@@ -47,16 +47,16 @@ from tests.support.rl.worlds import SHARDS, run_shard
 
 RANKS = 4
 BALANCE = 0.1
+ALL = "--all" in sys.argv
 FAMILIES = (
-    *("qwen3", "llama", "mistral", "gemma3", "qwen3_moe", "mixtral"),
-    *("gemma2", "gpt_oss", "deepseek_v3"),
+    *("qwen3", "gemma3", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"),
+    *(("llama", "mistral", "mixtral") if ALL else ()),
 )
 RECURRENT = ("qwen3_next", "falcon_h1")
 """Ranks hand states to each other."""
 DIFFERENT = ("qwen3", "gemma3", "qwen3_moe")
 """Full attention, windows, balanced experts: the families that ranks compute differently."""
 CUT = ("think_stripped", "compacted", "roots")
-ALL = "--all" in sys.argv
 RANDOM = 4 if ALL else 2
 """Random forests, for each of the families that differ."""
 SHORTAGES = ((0, False), (3, True), (1, True), (2, False)) if ALL else ((0, False), (3, True))
@@ -71,7 +71,8 @@ def kinds_of(family: str, *, ranks: int) -> tuple[str, ...]:
         return ("compacted",)
     if ranks == RANKS and family == "qwen3":
         return KINDS
-    return (*CUT, "single_token") if ranks == RANKS and family in DIFFERENT else ("compacted",)
+    one = ranks == RANKS and family in DIFFERENT
+    return ("compacted", "single_token") if one else ("compacted",)
 
 
 def samples_of(kind: str) -> list[Sample]:

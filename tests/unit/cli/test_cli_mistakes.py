@@ -50,6 +50,15 @@ def test_command_line_mistake_is_one_line(
     assert not (tmp_path / "new" / "models").exists(), "weights take a minute"
 
 
+@pytest.fixture
+def light_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A torch that is imported at once: these tests are about other findings."""
+    cuda = "class cuda:\n    device_count = staticmethod(lambda: 0)\n"
+    (tmp_path / "torch.py").write_text(f"__version__ = '2.11'\n{cuda}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("light_torch")
 def test_doctor_names_an_unusable_root(tmp_path: Path) -> None:
     """For example a file in its place."""
     (tmp_path / "file").touch()
@@ -60,14 +69,18 @@ def test_doctor_names_an_unusable_root(tmp_path: Path) -> None:
 
 def test_doctor_names_unfit_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One too old, one missing, and a broken torch."""
-    installed = metadata.version
+    installed, found = metadata.version, metadata.distribution
 
     def version(name: str) -> str:
-        if name == "lmdb":
-            raise metadata.PackageNotFoundError(name)
         return "2.5.1" if name == "torch" else installed(name)
 
+    def distribution(name: str) -> metadata.Distribution:
+        if name == "lmdb":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "distribution", distribution)
     (tmp_path / "torch.py").write_text("raise ImportError('libgomp.so.1: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path)])
@@ -76,6 +89,7 @@ def test_doctor_names_unfit_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "BAD torch cannot be imported: ImportError: libgomp.so.1: cannot open" in ended.stdout
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_doctor_names_another_distribution_with_the_same_import_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -25,14 +25,14 @@ TORCH = "not installed: torch; install it: pip install 'forge-rl[{}]'"
 
 def uninstall(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Hides an installed package from its metadata."""
-    installed = metadata.version
+    installed = metadata.distribution
 
-    def version(name: str) -> str:
+    def distribution(name: str) -> metadata.Distribution:
         if name == package:
             raise metadata.PackageNotFoundError(name)
         return installed(name)
 
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "distribution", distribution)
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,7 @@ def some_arguments(name: str, random: Random) -> dict[str, Any]:
     return {key: made[key] for key in made if key not in left_out and random.random() < 0.7}
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", CALLING)
 def test_grammar_allows_every_call_that_is_parsed_back(name: str, strict: bool) -> None:
@@ -259,7 +260,8 @@ def test_grammar_allows_every_call_that_is_parsed_back(name: str, strict: bool) 
     opening, allowed = output.opening("look"), 0
     grammar = turn_grammar(model, request(tools, "look"), opening=opening, inside=False)
     assert grammar is not None
-    for _ in range(40):
+    calls = 40 if FUZZ else 16
+    for _ in range(calls):
         arguments = json.dumps(some_arguments(name, random), ensure_ascii=False)
         written = output.write([CallDelta(name="look", arguments=arguments)])
         parser = output.parser(tools)
@@ -273,7 +275,7 @@ def test_grammar_allows_every_call_that_is_parsed_back(name: str, strict: bool) 
             assert matcher.consume_token(token), written
         assert matcher.is_accepting() or matcher.is_stopped(), written
         allowed += 1
-    assert allowed > 10
+    assert allowed > calls // 4
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2"])
