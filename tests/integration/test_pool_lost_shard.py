@@ -19,6 +19,7 @@ from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
     assert_counts_balance,
+    ids_of,
     make_task,
 )
 from tests.support.scheduler.shards import names_on, start, train
@@ -82,6 +83,32 @@ async def test_lost_shard_is_declared_once_for_every_later_leader(
     forge.start_pool("s1")
     code, stderr = await asyncio.to_thread(forge.pools["s1"].wait)
     assert code == 2 and "was declared lost on" in stderr and len(stderr.splitlines()) == 1
+
+
+async def test_later_leader_tombstones_groups_whose_trajectories_are_lost(
+    forge: SchedulerCluster,
+) -> None:
+    """Once a trainer rewinds: the leader that rebuilt them from their records on another shard
+    knows no trajectory of them, and no trainer gets them empty."""
+    first = await start(forge, "s1")
+    there, here = (names_on(shard, 2, prefix="t", shards=BOTH) for shard in BOTH)
+    await forge.submit([make_task(name) for name in (*there, *here)])
+    assert {*await train(forge, 1, groups=4)} == {*there, *here}
+    await forge.kill(forge.pools["s1"])
+    answer = await declare_lost(forge, "s1")
+    assert (answer.tombstoned, answer.settled) == (0, len(here))
+    await forge.kill(first)
+    forge.start_scheduler()
+    assert (await forge.ask("Rewind", scheduler_pb2.RewindRequest(step=0))).groups == 4
+    while not (batch := await forge.take(groups=4)).batch_id:
+        pass
+    assert {*ids_of(batch)} == {*there}
+    await forge.commit(batch, 1)
+    status = await forge.status()
+    assert_counts_balance(status)
+    assert (status.trained, status.tombstoned, status.pending) == (2, 2, 0)
+    reasons = {g.group.reason for g in await forge.groups() if g.group.task.task_id in here}
+    assert reasons == {"pool shard s0 has 0 of 1 trajectories"}
 
 
 async def test_waiting_leader_begins_once_a_shard_is_declared_lost(

@@ -33,14 +33,20 @@ async def with_summaries(
 def lost_trajectories(
     views: Sequence[GroupView], groups: Sequence[scheduler_pb2.BatchGroup]
 ) -> dict[str, str]:
-    """By task id, the losses of the pool in groups that were complete."""
+    """By task id, the losses of the pool in groups that were complete.
+
+    A leader that did not see a group complete knows only the trajectories that the pool has.
+    """
     lost = {}
     for view, group in zip(views, groups, strict=True):
+        task, shard = view.record.task, view.record.pool_shard
         sealed = {t.trajectory_id for t in group.trajectories if t.state == _SEALED}
         missing = [t for t in view.trajectory_ids if t not in sealed]
         if missing:
-            reason = f"pool shard {view.record.pool_shard} has lost {missing[0]}"
-            lost[view.record.task.task_id] = reason
+            lost[task.task_id] = f"pool shard {shard} has lost {missing[0]}"
+        elif len(sealed) < task.group_size:
+            known = f"{len(sealed)} of {task.group_size} trajectories"
+            lost[task.task_id] = f"pool shard {shard} has {known}"
     return lost
 
 
