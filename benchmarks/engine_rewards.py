@@ -230,7 +230,7 @@ async def measured(options: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     """Prints the table."""
     parser = arguments(__doc__ or "", quick="2 tasks per domain, 4 attempts")
-    parser.add_argument("--model", default="smollm2", help="as of forge run")
+    parser.add_argument("--model", default="smollm2", help="smollm2 or a directory")
     parser.add_argument("--engines", nargs="+", default=["embedded", "vllm"])
     parser.add_argument("--tasks", type=int, default=24, help="held-out tasks per domain")
     parser.add_argument("--attempts", type=int, default=16, help="answers to each task; at least 2")
