@@ -7,7 +7,7 @@ import gc
 import itertools
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from forge.runtime.coordination import Coordinator
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import share_fork_server
 from tests.support.suite.forge_run import end_runs
+from tests.support.suite.forked_worker import Spec, fork_workers
 from tests.support.suite.process_guard import start_guard
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Workers share a fork server; one alone has its own, which ends with it."""
     if (config.getoption("numprocesses", default=None) or 0) > 1:
         share_fork_server()
+
+
+def pytest_xdist_setupnodes(specs: Sequence[Spec]) -> None:
+    """Workers that share a fork server are forked from it, too."""
+    if len(specs) > 1:
+        fork_workers(specs)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

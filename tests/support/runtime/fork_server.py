@@ -27,6 +27,23 @@ from typing import Any
 REQUEST_BYTES = 1 << 20
 SAVE_EVERY_S = 1.0
 TORCH_MODELS = ("transformers.models.qwen3.modeling_qwen3",)
+TESTS = (
+    "anthropic",
+    "forge.agents.app",
+    "openai",
+    "peft",
+    "reasoning_gym",
+    "services.console.app",
+    "services.gateway.app",
+    "services.inference.app",
+    "services.pool.app",
+    "services.scheduler.app",
+    "services.trainer.app",
+    "torch",
+    *TORCH_MODELS,
+)
+"""Modules that test files import, for a worker of pytest-xdist. Not those of pytest and its
+plugins, whose assertions pytest rewrites, nor `datasets`, which starts a thread."""
 ALSO = {
     "forge.agents": (
         "forge.agents.scaffolds.blackbox",
@@ -52,6 +69,7 @@ ALSO = {
     "services.trainer": TORCH_MODELS,
     "services.inference": ("services.inference.router.role",),
     "tests.support.pool.lmdb_panic": ("services.pool.app",),
+    "tests.support.suite.xdist_worker": TESTS,
     "tests.support.gateway.scripted_engine": (
         "services.gateway.model.chat_model",
         "services.inference.router.sample_stream",
@@ -109,7 +127,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
         for client in clients.copy():
             if client not in ready:
                 continue
-            data, files, _, _ = socket.recv_fds(client.channel, REQUEST_BYTES, 3)
+            data, files, _, _ = socket.recv_fds(client.channel, REQUEST_BYTES, 4)
             if not data:
                 clients.remove(client)
                 client.leave()
@@ -166,11 +184,12 @@ def import_service(module: str, argv: list[str]) -> None:
 
 
 def become(request: dict[str, Any], files: list[int]) -> None:
-    """Take the environment of a fresh process."""
-    stdin = os.open(os.devnull, os.O_RDONLY)
-    for number, file in enumerate([stdin, *files]):
+    """Take the environment of a fresh process. `files`: stdout, stderr, and stdin if it has one."""
+    stdin = files[2] if len(files) > 2 else os.open(os.devnull, os.O_RDONLY)
+    for number, file in enumerate([stdin, *files[:2]]):
         os.dup2(file, number)
-    os.close(stdin)
+    if len(files) < 3:
+        os.close(stdin)
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["directory"])
