@@ -1,4 +1,4 @@
-# Two targets matter: `make run` trains an agent end to end, `make test` checks everything.
+# Two targets matter: `make run` trains an agent end to end, `make test` checks that all of it works.
 PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
@@ -10,7 +10,7 @@ EXAMPLES ?= 100
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run help setup hooks test test-loaded test-clients test-trackers test-console console-screenshots test-systemd test-vm \
+.PHONY: run help setup hooks test test-faults test-loaded test-clients test-trackers test-console console-screenshots test-systemd test-vm \
 	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-gpu-engine test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
@@ -33,11 +33,15 @@ hooks: setup  ## Check each commit before it is made (pre-commit)
 
 # Four at a time on two cores: most tests wait for processes more than they compute. A file's tests share what it
 # starts, and the long ones come first.
-test: setup  ## The whole default suite: real etcd, real processes
-	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+test: setup  ## The default suite: real etcd, real processes
+	@$(PY) -m pytest $(PARALLEL) -m "not faults"
 
-test-loaded: setup  ## The same beside 16 busy processes, for waits that are too short
-	@$(PY) -m tests.support.suite.loaded $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+test-faults: setup  ## Killed processes, full disks, wrong clocks, outages of etcd, attacks on sandboxes
+	@$(PY) -m pytest $(PARALLEL) -m faults tests/e2e tests/integration
+
+test-loaded: setup  ## Both beside 16 busy processes, for waits that are too short
+	@$(PY) -m tests.support.suite.loaded $(PY) -m pytest $(PARALLEL) $(TESTS)
 
 test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.package-lock.json  ## Real agent clients and frameworks against the gateway
 	@$(PY) -m pytest tests/clients
@@ -77,7 +81,7 @@ dist: setup  ## Build wheel and source distribution in dist/
 	@$(PY) -m build --outdir dist . > /dev/null
 	@$(PY) -m twine check --strict dist/*
 
-coverage: setup  ## The default suite with the lines it reaches; continues where it was interrupted
+coverage: setup  ## Both with the lines that they reach; continues where it was interrupted
 	@$(PY) -m tests.support.suite.coverage_parts $(PARTS)
 
 test-console: .venv/.browser-installed  ## The web console in Chromium over a real run (apt: chromium)

@@ -159,7 +159,7 @@ def forge_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = _shared_by_workers(tmp_path_factory) / "forge"
     with FileLock(f"{root}.lock"):
-        make_starting_weights(root, flawless_steps=150, imperfect_steps=50)
+        make_starting_weights(root, flawless_steps=90, imperfect_steps=30)
     return root
 
 

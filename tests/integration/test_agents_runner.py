@@ -220,6 +220,7 @@ async def test_impossible_task_is_tombstoned_at_once(system: Cluster) -> None:
     assert "payload 'prompt'" in groups["payload"].group.reason
 
 
+@pytest.mark.faults
 async def test_hung_agent_is_attempted_again_then_tombstoned(system: Cluster) -> None:
     """The time limit frees the runner; after the last attempt the group has the reason."""
     system.start_runner(REWARDED, "--rollout-timeout-s=1", "--command=sleep 600")
@@ -229,6 +230,7 @@ async def test_hung_agent_is_attempted_again_then_tombstoned(system: Cluster) ->
 
 
 @SHORT_LEASES
+@pytest.mark.faults
 async def test_another_runner_completes_the_work_of_a_killed_one(own_system: Cluster) -> None:
     """kill -9 of a runner in the middle of its rollouts loses no task, and ends its processes."""
     first = own_system.start_runner(REWARDED, "--command=sleep 600")
@@ -244,6 +246,7 @@ async def test_another_runner_completes_the_work_of_a_killed_one(own_system: Clu
 
 
 @SHORT_LEASES
+@pytest.mark.faults
 async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
     own_system: Cluster, tmp_path: Path
 ) -> None:
@@ -271,6 +274,7 @@ async def test_agent_that_blocks_the_event_loop_keeps_its_claim(
     assert {parse_trajectory_id(each).task_id for each in failed} == {"silent"}
 
 
+@pytest.mark.faults
 async def test_running_rollouts_pass_to_the_next_leader_at_once(own_system: Cluster) -> None:
     """kill -9 of the leader long before a claim is due for renewal: the next leader, which leases
     nothing meanwhile, gets the renewals all the same. It keeps the drain of the runner, and counts

@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.runtime.waiting import until_blocking
 
+pytestmark = pytest.mark.faults
+
 WAIT_S = 60.0
 
 

@@ -18,6 +18,8 @@ from tests.support.pool.process import PoolProcess
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.scheduler.cluster import START_S, SchedulerCluster, ids_of, make_task
 
+pytestmark = pytest.mark.faults
+
 ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tests" / "support" / "runtime" / "skewed_clock"
 HOURS_S = 3600.0

@@ -29,6 +29,8 @@ MEMORY_MIB = 256
 TIMEOUT_S = 300.0
 ATTACKS = """
 import ctypes, json, os, socket, urllib.request
+
+pytestmark = pytest.mark.faults
 facts = json.loads(os.environ["FORGE_TASK_JSON"])["inputs"]
 runner, key, victim = (facts[name] for name in ("runner", "key", "victim"))
 libc = ctypes.CDLL(None, use_errno=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import pytest
 import pytest_asyncio
 import trustme
 from etcd3aio._protobuf import AlarmRequest, MaintenanceStub
@@ -25,6 +26,8 @@ from forge.runtime.security.tokens import Keyring
 from forge.v1 import clock_pb2, clock_pb2_grpc
 from tests.support.gateway.chat_templates import save_model
 from tests.support.runtime.etcd import Certificates, EtcdServer
+
+pytestmark = pytest.mark.faults
 
 HOURS_S = 3600.0
 

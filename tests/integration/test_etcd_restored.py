@@ -32,7 +32,7 @@ from tests.support.scheduler.cluster import (
     make_task,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

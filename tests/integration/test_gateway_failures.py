@@ -27,6 +27,8 @@ from tests.support.gateway.stack import (
 )
 from tests.support.runtime.waiting import until
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.fixture
 def coordinator(own_coordinator: Coordinator) -> Coordinator:

@@ -20,6 +20,8 @@ from forge.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.support.gateway.stack import GatewayStack
 from tests.support.runtime.etcd import EtcdServer
 
+pytestmark = pytest.mark.faults
+
 MIB = 1 << 20
 TEXT = "hgf jkz " * (31 * MIB // 8)
 """A token for each byte."""

@@ -144,6 +144,7 @@ async def test_requests_without_a_session_are_answered_where_they_arrive(
     assert await said(url, token, user("SAY[[still]]")) == "still"
 
 
+@pytest.mark.faults
 async def test_sessions_of_a_killed_process_are_answered_by_the_other(
     stack: GatewayStack, url: str
 ) -> None:

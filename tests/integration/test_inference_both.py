@@ -62,6 +62,7 @@ async def test_turns_compute_only_their_new_tokens(inference: InferenceCluster) 
         history = history + sample.ids + prompt_ids(7, seed=turn)
 
 
+@pytest.mark.faults
 async def test_killed_worker_is_replaced_in_mid_answer(inference: InferenceCluster) -> None:
     """kill -9: the other one continues, and the caller sees no error."""
     ids = prompt_ids(40, seed=8)
@@ -98,6 +99,7 @@ async def test_long_prompts_are_handed_over_by_prefill(inference: InferenceClust
     assert (await reads(inference))["prefill"] == after["prefill"]
 
 
+@pytest.mark.faults
 async def test_unlike_engines_share_load_swaps_and_deaths(
     inference: InferenceCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

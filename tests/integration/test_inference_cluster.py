@@ -111,6 +111,7 @@ async def test_next_turn_reuses_its_cached_history(inference: InferenceCluster) 
     assert second.ids == greedy_of(reference("qwen3"), ids + first.ids + prompt_ids(4, seed=3), 16)
 
 
+@pytest.mark.faults
 async def test_prefix_outlives_the_worker_that_computed_it(
     inference: InferenceCluster, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ async def test_prefix_outlives_the_worker_that_computed_it(
     assert found == [0, 64]
 
 
+@pytest.mark.faults
 async def test_killed_decode_worker_is_replaced_in_mid_answer(
     inference: InferenceCluster,
 ) -> None:
@@ -154,6 +156,7 @@ async def test_killed_decode_worker_is_replaced_in_mid_answer(
     assert is_greedy(reference("qwen3"), ids, sample.ids)
 
 
+@pytest.mark.faults
 async def test_unstreamed_requests_outlive_every_worker(inference: InferenceCluster) -> None:
     """All workers die with running requests; new ones finish them."""
     await serving(inference)
@@ -222,6 +225,7 @@ async def test_starting_workers_fetch_from_one_another(inference: InferenceClust
     await inference.starting(0)
 
 
+@pytest.mark.faults
 async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> None:
     """With wrong digests the old version stays in service, until good weights arrive."""
     await serving(inference)
@@ -236,6 +240,7 @@ async def test_damaged_weights_are_never_served(inference: InferenceCluster) -> 
     assert (await inference.sample(ids)).ids == greedy_of(new, ids, 16)
 
 
+@pytest.mark.faults
 async def test_rollback_under_load_labels_every_token(inference: InferenceCluster) -> None:
     """A worker is killed in it. An answer has the tokens of the version that it names, until that
     falls; the held version stays over a publication, also on a worker that starts then."""

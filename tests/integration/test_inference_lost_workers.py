@@ -14,6 +14,8 @@ from tests.contract.engines import is_greedy, prompt_ids, published, reference
 from tests.support.inference.cluster import InferenceCluster, Sample, inference_cluster
 from tests.support.runtime.etcd import EtcdServer
 
+pytestmark = pytest.mark.faults
+
 LONG = 450
 VERSION_WAIT_S = 200
 """As long as a busy machine needs for a swap; otherwise older weights may continue an answer."""

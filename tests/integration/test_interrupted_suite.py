@@ -25,7 +25,10 @@ WORKERS = ("-n", "2")
 """They share a fork server."""
 SHORT = ("--timeout", "1", "-o", "timeout_func_only=true")
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard needs Linux")
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(sys.platform != "linux", reason="the guard needs Linux"),
+]
 
 
 @pytest.fixture

@@ -137,6 +137,7 @@ async def test_bundle_has_no_secret_and_no_text_of_an_agent(
     assert [line.partition(" = ")[0] for line in own] == ["BAD pool: etcd"], own
 
 
+@pytest.mark.faults
 async def test_bundle_of_a_stopped_run_says_what_is_missing(
     stack: GatewayStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +258,7 @@ async def test_trace_context_of_an_agent_is_kept(
     assert turn.traceparent == ""
 
 
+@pytest.mark.faults
 async def test_unreachable_collector_fails_no_call(
     stack: GatewayStack, own_coordinator: Coordinator
 ) -> None:

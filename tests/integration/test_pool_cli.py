@@ -201,6 +201,7 @@ async def test_running_pool_is_compacted_by_its_directory(pool, client, tmp_path
     assert elsewhere.stderr.count("\n") == 1
 
 
+@pytest.mark.faults
 async def test_export_continues_past_damage(pool, client, tmp_path):
     """Every other trajectory is in the file; the damaged one is named, and the exit code is 1."""
     said = "only this turn says so"

@@ -47,6 +47,8 @@ from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until
 
+pytestmark = pytest.mark.faults
+
 ROUNDS = int(os.environ.get("FORGE_CRASH_ROUNDS", "10"))
 WRITERS = 4
 

@@ -24,6 +24,8 @@ from tests.support.scheduler.cluster import (
 )
 from tests.support.scheduler.shards import names_on, start, train
 
+pytestmark = pytest.mark.faults
+
 BOTH = ("s0", "s1")
 
 

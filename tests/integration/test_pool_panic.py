@@ -8,6 +8,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc.status import translated
@@ -15,6 +17,8 @@ from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import make_turn
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.log_lines import log_lines
+
+pytestmark = pytest.mark.faults
 
 
 async def test_panic_ends_the_process_and_loses_no_acknowledged_write(

@@ -32,7 +32,7 @@ from tests.support.pool.shard import ReplicatedShard
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import LIMIT_S, until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 WRITERS = 3
 OUTCOME = common_pb2.REWARD_KIND_OUTCOME

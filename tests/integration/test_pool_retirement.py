@@ -144,6 +144,7 @@ def rewards_of(
     }
 
 
+@pytest.mark.faults
 async def test_a_retirement_survives_kills_of_leader_source_and_target(
     forge: SchedulerCluster,
 ) -> None:

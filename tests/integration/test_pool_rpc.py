@@ -267,6 +267,7 @@ async def test_draining_pool_answers_every_accepted_turn(start, pool):
     assert len((await client.fetch("t:0:0"))[0].turns) == 1
 
 
+@pytest.mark.faults
 async def test_shard_at_its_map_limit_is_resource_exhausted(start, pool):
     """A full shard answers each turn RESOURCE_EXHAUSTED, keeps reading, and accepts the same turns
     once it may grow."""
@@ -282,6 +283,7 @@ async def test_shard_at_its_map_limit_is_resource_exhausted(start, pool):
     assert taken.status_code == 0
 
 
+@pytest.mark.faults
 async def test_process_survives_a_full_disk(start, pool):
     """Every write is RESOURCE_EXHAUSTED while the disk is full, acknowledged data is readable all
     the time, and refused writes are accepted once there is room."""
@@ -306,6 +308,7 @@ async def test_process_survives_a_full_disk(start, pool):
     assert not pool.ended
 
 
+@pytest.mark.faults
 async def test_damaged_record_is_data_loss_to_its_reader_only(start, pool):
     """A flipped byte is DATA_LOSS for its trajectory; the shard serves on."""
     client = await start()
@@ -343,6 +346,7 @@ async def test_shard_cannot_be_renamed_by_a_setting(start, pool, tmp_path, etcd,
     assert "'s1'" in stderr and "'s0'" in stderr
 
 
+@pytest.mark.faults
 async def test_compaction_ends_with_its_call_and_with_its_process(
     start, pool, tmp_path, monkeypatch
 ):

@@ -23,7 +23,7 @@ from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import LIMIT_S, until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 TRAJECTORY = "t:0:0"
 SAID = "said once and stored once"

@@ -15,6 +15,8 @@ from tests.support.pool.process import PoolClient, PoolProcess
 from tests.support.pool.records import make_turn
 from tests.support.runtime.etcd import EtcdServer
 
+pytestmark = pytest.mark.faults
+
 MakePool = Callable[[str], PoolProcess]
 
 

@@ -32,6 +32,8 @@ SECRET = "a-secret-of-the-runner"
 MODULE = """
 import os, socket, subprocess, sys, ctypes
 from pathlib import Path
+
+pytestmark = pytest.mark.faults
 libc = ctypes.CDLL(None, use_errno=True)
 
 def reached(attempt, *arguments):

@@ -20,6 +20,8 @@ from forge.runtime.security.tls import Tls
 from tests.support.runtime.etcd import Certificates, EtcdServer
 from tests.support.runtime.waiting import LIMIT_S, until
 
+pytestmark = pytest.mark.faults
+
 TTL_S = 2.0
 """The shortest lease that etcd grants."""
 

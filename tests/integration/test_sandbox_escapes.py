@@ -28,6 +28,8 @@ SECRET = "a-secret-of-the-runner"
 RUNNER = """
 import asyncio, dataclasses, json, sys
 from forge.agents.sandbox.program_sandbox import Sandbox
+
+pytestmark = pytest.mark.faults
 async def main():
     sandbox = Sandbox()
     print(await sandbox.problem(), flush=True)

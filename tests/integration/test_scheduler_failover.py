@@ -23,6 +23,8 @@ from tests.support.scheduler.cluster import (
     make_task,
 )
 
+pytestmark = pytest.mark.faults
+
 
 async def test_standby_takes_over_from_a_killed_leader_with_all_work_in_flight(
     forge: SchedulerCluster,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from forge.v1 import common_pb2, pool_pb2
 from tests.support.pool.records import damage, make_reward
 from tests.support.scheduler.cluster import SchedulerCluster, make_task
+
+pytestmark = pytest.mark.faults
 
 
 async def test_damaged_trajectory_costs_only_its_group(forge: SchedulerCluster) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.scheduler.cluster import (
     START_S,
     SchedulerCluster,
@@ -9,6 +11,8 @@ from tests.support.scheduler.cluster import (
     assert_counts_balance,
     make_task,
 )
+
+pytestmark = pytest.mark.faults
 
 
 async def test_standby_scans_only_later_changes(

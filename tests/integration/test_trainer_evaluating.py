@@ -58,6 +58,7 @@ async def trainer(
     process.kill()
 
 
+@pytest.mark.faults
 async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     tmp_path: Path, forge: SchedulerCluster, coordinator: Coordinator, trainer: TrainerProcess
 ) -> None:
@@ -129,6 +130,7 @@ async def test_evaluations_survive_a_killed_trainer_and_a_killed_scheduler(
     assert trainer.terminate() == 0
 
 
+@pytest.mark.faults
 async def test_repeated_step_is_evaluated_again(
     tmp_path: Path, forge: SchedulerCluster, coordinator: Coordinator, trainer: TrainerProcess
 ) -> None:

@@ -23,7 +23,7 @@ from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, make_task
 from tests.support.trainer.process import WEIGHTS_KEY, TrainerClient, TrainerProcess
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(

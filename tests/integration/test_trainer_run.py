@@ -110,6 +110,7 @@ async def a_damaged_checkpoint_is_passed_over(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.faults
 async def test_killed_trainer_continues_from_its_checkpoint(
     stack: Stack, coordinator: Coordinator, ranks: int
 ) -> None:
@@ -212,6 +213,7 @@ async def test_requested_checkpoint_and_stop_lose_no_step(stack: Stack) -> None:
     assert stack.trainer.logged("rewound")[-1]["step"] == 1
 
 
+@pytest.mark.faults
 async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) -> None:
     """Both killed in mid-run and started again: the trainer, here with a critic, waits and
     continues."""
@@ -231,6 +233,7 @@ async def test_training_survives_the_loss_of_scheduler_and_pool(stack: Stack) ->
     assert stack.trainer.terminate() == 0 and any(board.iterdir())
 
 
+@pytest.mark.faults
 async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
     """A trainer that waits for a killed scheduler ends in good order."""
     (scheduler,) = stack.cluster.schedulers
