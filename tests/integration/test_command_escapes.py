@@ -22,6 +22,8 @@ import pytest
 from tests.support.agents.container_engine import ENGINES, IMAGE, READ, engine
 from tests.support.agents.plain_user import PLAIN_USER, REPOSITORY, plain_user
 
+pytestmark = pytest.mark.faults
+
 SECRET = "a-secret-of-the-runner"
 PROCESSES = 40
 TMP_MIB = 8
@@ -29,8 +31,6 @@ MEMORY_MIB = 256
 TIMEOUT_S = 300.0
 ATTACKS = """
 import ctypes, json, os, socket, urllib.request
-
-pytestmark = pytest.mark.faults
 facts = json.loads(os.environ["FORGE_TASK_JSON"])["inputs"]
 runner, key, victim = (facts[name] for name in ("runner", "key", "victim"))
 libc = ctypes.CDLL(None, use_errno=True)

@@ -28,12 +28,12 @@ from forge.core.errors import ConfigError
 from tests.support.agents.plain_user import PLAIN_USER, plain_user
 from tests.support.runtime.waiting import until
 
+pytestmark = pytest.mark.faults
+
 SECRET = "a-secret-of-the-runner"
 MODULE = """
 import os, socket, subprocess, sys, ctypes
 from pathlib import Path
-
-pytestmark = pytest.mark.faults
 libc = ctypes.CDLL(None, use_errno=True)
 
 def reached(attempt, *arguments):

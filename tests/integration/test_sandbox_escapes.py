@@ -24,12 +24,12 @@ from forge.agents.sandbox.program_sandbox import Sandbox
 from tests.support.agents.plain_user import REPOSITORY, plain_user
 from tests.support.runtime.waiting import until
 
+pytestmark = pytest.mark.faults
+
 SECRET = "a-secret-of-the-runner"
 RUNNER = """
 import asyncio, dataclasses, json, sys
 from forge.agents.sandbox.program_sandbox import Sandbox
-
-pytestmark = pytest.mark.faults
 async def main():
     sandbox = Sandbox()
     print(await sandbox.problem(), flush=True)
