@@ -13,7 +13,7 @@ from etcd3aio.auth import AuthService, PermissionType
 from etcd3aio.kv import prefix_range_end
 
 from forge.core.errors import StaleFence, Unauthenticated, Unavailable
-from forge.runtime.coordination import Coordinator, Login
+from forge.runtime.coordination import Coordinator, Login, etcd_users
 from forge.runtime.coordination.etcd import Etcd, Refused
 from forge.runtime.coordination.etcd_channel import open_channel
 from forge.runtime.coordination.etcd_roles import ROLES
@@ -233,3 +233,33 @@ async def test_refused_candidate_leads_once_it_is_permitted(secure: SecureEtcd) 
     assert leadership.alive
     await leadership.resign()
     await pool.close()
+
+
+async def test_roles_are_applied_over_calls_without_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """etcd is frozen during the first calls for the second role: these are repeated."""
+    made = SecureEtcd(tmp_path, cluster=CLUSTER)
+    await asyncio.to_thread(made.server.start)
+    monkeypatch.setattr(etcd_users, "TIMEOUT_S", 0.5)
+    add_role, calls = etcd_users._Users.add_role, list[str]()
+
+    async def frozen(users: etcd_users._Users, role: str) -> None:
+        calls.append(role)
+        if len(calls) == 2:
+            made.server.freeze()
+        try:
+            await add_role(users, role)
+        except Unavailable:
+            made.server.thaw()
+            raise
+
+    monkeypatch.setattr(etcd_users._Users, "add_role", frozen)
+    try:
+        changes = await made.apply()
+        assert calls[:2] == calls[2:4] and len(calls) == 2 + 1 + len(ROLES)
+        assert changes[-1] == "authentication is enabled" and len(changes) == len({*changes})
+        monkeypatch.undo()
+        assert await made.apply() == []
+    finally:
+        made.server.stop()

@@ -343,7 +343,7 @@ class Etcd:
         An etcd that was restored from a snapshot is at an earlier position, and lets a call wait
         whose token is of a later one: without an error, until the call ends by its deadline.
         """
-        if not self._token_is_doubtful or self._login is None:
+        if not self._token_is_doubtful or not self._token:
             return
         async with self._logging_in:
             if self._token_is_doubtful:

@@ -5,8 +5,10 @@ Applies `etcd_roles`; a repetition changes nothing. Each user has a random passw
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import grpc
 from etcd3aio.auth import AuthService, PermissionType
 from etcd3aio.kv import prefix_range_end
 
-from forge.core.errors import ConfigError, Unauthenticated
+from forge.core.errors import ConfigError, Unauthenticated, Unavailable
 from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Login
 from forge.runtime.coordination.etcd_channel import open_channel
 from forge.runtime.coordination.etcd_roles import (
@@ -28,6 +30,9 @@ from forge.runtime.coordination.etcd_roles import (
 )
 from forge.runtime.files.private import write_private_file
 
+REPEAT_S = 60.0
+"""Under load, and while its members elect a leader, etcd leaves single calls without an answer."""
+PAUSE_S = 0.5
 _READ, _WRITE = int(PermissionType.READ), int(PermissionType.READWRITE)
 Permissions = dict[tuple[bytes, bytes], int]
 """Type by key and end of the range; the end is empty for a single key."""
@@ -50,31 +55,27 @@ async def apply_roles(
     """Make the users and roles of a cluster, and enable authentication. Returns the changes.
     `runners`: hosts whose runners get a user of their own.
 
-    A password without a file in `directory` is made there. Raises ConfigError, Unavailable, and
-    Unauthenticated for another password of root.
+    A password without a file in `directory` is made there. Calls without an answer are repeated for
+    `REPEAT_S` once etcd has answered. Raises ConfigError, Unavailable, and Unauthenticated for
+    another password of root.
     """
     roles = {**ROLES, **{runner_service(host): runner_role(host) for host in runners}}
     passwords = {name: _password(password_file(directory, name)) for name in (ROOT, *roles)}
-    root = Login(user=ROOT, password_file=str(password_file(directory, ROOT)))
     channel = await open_channel(endpoints, credentials)
-    etcd = Etcd(channel, endpoints=endpoints, cluster=cluster, login=root)
+    connect = partial(Etcd, channel, endpoints=endpoints, cluster=cluster)
+    etcd = connect(login=_login(ROOT, directory, ROOT))
+    users = _Users(connect, etcd, directory, passwords)
     try:
         enabled = await etcd.demands_login()
-        if enabled:
-            await etcd.log_in()
-        users = _Users(partial(Etcd, channel, endpoints=endpoints, cluster=cluster), etcd)
-        await users.add_role(ROOT)
-        await users.add(root, role=ROOT, password=passwords[ROOT])
-        for service, role in roles.items():
-            name = etcd_user(cluster, service)
-            login = Login(user=name, password_file=str(password_file(directory, service)))
-            await users.add_role(name)
-            await users.permit(name, _permissions(cluster, role))
-            await users.add(login, role=name, password=passwords[service])
-        if not enabled:
-            await etcd.administer(lambda auth: auth.auth_enable(timeout=TIMEOUT_S))
-            users.changes.append("authentication is enabled")
-        return users.changes
+        deadline_s = time.monotonic() + REPEAT_S
+        while True:
+            try:
+                await users.apply(cluster, roles, enabled=enabled)
+                return users.changes
+            except Unavailable:
+                if time.monotonic() > deadline_s:
+                    raise
+                await asyncio.sleep(PAUSE_S)
     finally:
         await etcd.close()
 
@@ -82,11 +83,33 @@ async def apply_roles(
 class _Users:
     """The users and roles of one etcd."""
 
-    def __init__(self, connect: Callable[..., Etcd], etcd: Etcd) -> None:
-        """`connect` returns a client of the same etcd for another login."""
+    def __init__(
+        self,
+        connect: Callable[..., Etcd],
+        etcd: Etcd,
+        directory: Path,
+        passwords: Mapping[str, str],
+    ) -> None:
+        """`connect` returns a client of the same etcd for another login. Passwords by service."""
         self.changes: list[str] = []
-        self._connect = connect
+        self._connect, self._etcd = connect, etcd
         self._call = etcd.administer
+        self._directory, self._passwords = directory, passwords
+
+    async def apply(self, cluster: str, roles: Mapping[str, EtcdRole], *, enabled: bool) -> None:
+        """Make what differs. `enabled`: etcd demanded a login before the first change."""
+        if enabled:
+            await self._etcd.log_in()
+        await self.add_role(ROOT)
+        await self.add(ROOT, ROOT)
+        for service, role in roles.items():
+            name = etcd_user(cluster, service)
+            await self.add_role(name)
+            await self.permit(name, _permissions(cluster, role))
+            await self.add(name, service)
+        if not enabled:
+            await self._call(lambda auth: auth.auth_enable(timeout=TIMEOUT_S))
+            self.changes.append("authentication is enabled")
 
     async def add_role(self, role: str) -> None:
         """Make a role that is absent."""
@@ -105,21 +128,21 @@ class _Users:
             await self._call(_revoke(role, range_))
             self.changes.append(f"{role}: no longer {_words(range_, present[range_])}")
 
-    async def add(self, login: Login, *, role: str, password: str) -> None:
-        """Give a user this role, and this password."""
-        user = login.user
+    async def add(self, user: str, service: str) -> None:
+        """Give a user the role of the same name, and the password of the service."""
+        password = self._passwords[service]
         if user not in (await self._call(lambda auth: auth.user_list(timeout=TIMEOUT_S))).users:
             await self._call(lambda auth: auth.user_add(user, password, timeout=TIMEOUT_S))
             self.changes.append(f"new user {user}")
-        elif not await self._accepts(login):
+        elif not await self._accepts(_login(user, self._directory, service)):
             await self._call(
                 lambda auth: auth.user_change_password(user, password, timeout=TIMEOUT_S)
             )
             self.changes.append(f"new password of user {user}")
         granted = (await self._call(lambda auth: auth.user_get(user, timeout=TIMEOUT_S))).roles
-        if role not in granted:
-            await self._call(lambda auth: auth.user_grant_role(user, role, timeout=TIMEOUT_S))
-            self.changes.append(f"user {user} gets role {role}")
+        if user not in granted:
+            await self._call(lambda auth: auth.user_grant_role(user, user, timeout=TIMEOUT_S))
+            self.changes.append(f"user {user} gets role {user}")
 
     async def _accepts(self, login: Login) -> bool:
         """Whether etcd certainly accepts the password; it verifies none before it demands them."""
@@ -128,6 +151,10 @@ class _Users:
         except Unauthenticated:
             return False
         return True
+
+
+def _login(user: str, directory: Path, service: str) -> Login:
+    return Login(user=user, password_file=str(password_file(directory, service)))
 
 
 def _permissions(cluster: str, role: EtcdRole) -> Permissions:
