@@ -137,7 +137,7 @@ async def test_bundle_has_no_secret_and_no_text_of_an_agent(
     assert [line.partition(" = ")[0] for line in own] == ["BAD pool: etcd"], own
 
 
-@pytest.mark.faults
+@pytest.mark.usefixtures("gateway")
 async def test_bundle_of_a_stopped_run_says_what_is_missing(
     stack: GatewayStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
