@@ -128,12 +128,16 @@ def _interpreter(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(("PYTHON", "LD_"))}
 
 
+_AT_IMPORT = _interpreter(os.environ)
+
+
 class _ForkServer:
     """A connection to the fork server: the one that the workers of a run share, or a new one.
     `tests.support.suite.process_guard` ends what it leaves."""
 
     def __init__(self) -> None:
-        self.interpreter = _interpreter(os.environ)
+        # The shared one was started before any test changed the variables of this process.
+        self.interpreter = _AT_IMPORT if _SHARED else _interpreter(os.environ)
         self.address = _SHARED or _start()
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(REQUEST_S)
