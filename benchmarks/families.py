@@ -37,12 +37,10 @@ from pathlib import Path
 import structlog
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.support.inference.finished_rows import FinishedRows, Row, key_of_code
 from benchmarks.support.inference.model_families import QUICK, Family, Finding, examine, families
-from benchmarks.support.report import arguments, keep
+from benchmarks.support.report import arguments, keep, progress_bar
 from forge.rl.model.capabilities import one_line
 from services.inference.engines.embedded.family_check import Verdict
 from services.inference.engines.embedded.family_check import examine as examine_serving
@@ -137,13 +135,7 @@ def table(wanted: Sequence[Family], finished: FinishedRows) -> dict[str, Row]:
     head = "".join(f"{key:>17}" for key in ERRORS)
     print(f"{'family':<30}{'trained':<13}{head}  {'served':<17}  why")
     findings = {}
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    ) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("families", total=len(wanted))
         for family in wanted:
             progress.update(bar, description=family.name)

@@ -17,9 +17,9 @@ import asyncio
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from benchmarks.support.report import arguments, keep
+from benchmarks.support.report import arguments, keep, progress_bar
 from benchmarks.support.scaffolds.cell import CONDITIONS, Cell, Measured, run_cell
 from benchmarks.support.scaffolds.results import (
     append,
@@ -41,13 +41,7 @@ def main() -> None:
     folder = options.root / ("scaffolds-quick" if options.quick else "scaffolds")
     results = folder / "results.jsonl"
     cells = cells_of(options)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    ) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("cells", total=len(cells))
         for cell in cells:
             if not finished(results, cell):

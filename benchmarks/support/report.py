@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 
@@ -17,6 +18,17 @@ def arguments(about: str, *, quick: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     return parser
+
+
+def progress_bar() -> Progress:
+    """Name, count and time of a task, on stderr."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
 
 
 def show(title: str, numbers: Mapping[str, float]) -> None:
