@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import KvSpan, Prompt, Sampling
 from services.inference.engines.embedded.device.forward_pass import DevicePass
+from services.inference.engines.embedded.device.prompt_layers import PromptLayers
 from services.inference.engines.embedded.engine import EmbeddedBoth
 from services.inference.engines.provider import EngineOptions
 
@@ -78,6 +80,7 @@ class Engine:
         with (
             patch.object(self._pass, "_fused", new=None),
             patch.object(self._pass, "_graphs", new=self._unfused),
+            patch.object(PromptLayers, "used", new=_plain),
         ):
             await self.graphs(prompts, tokens)
 
@@ -86,7 +89,10 @@ class Engine:
         if self._pass is None:
             await self.graphs(prompts, tokens)
             return
-        with patch.object(self._pass, "_uses_graphs", new=False):
+        with (
+            patch.object(self._pass, "_uses_graphs", new=False),
+            patch.object(PromptLayers, "used", new=_plain),
+        ):
             await self.graphs(prompts, tokens)
 
     async def _one(self, ids: list[int], tokens: int) -> None:
@@ -110,6 +116,11 @@ class Engine:
         async for piece in self.served.decode(prompt, read.first, fetch, stream=False):
             sampled += len(piece.tokens.ids)
         assert sampled == tokens
+
+
+def _plain(layers: PromptLayers) -> AbstractContextManager[None]:
+    """In place of `PromptLayers.used`: the model's own layers."""
+    return nullcontext()
 
 
 def generate(model: Any) -> Generate:

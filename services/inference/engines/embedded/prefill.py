@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from forge.core.errors import ForgeError, Unavailable
 from forge.core.placement.prefix_cache import Match
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
+from services.inference.engines.embedded.device.prompt_layers import PromptLayers
 from services.inference.engines.embedded.kv.device_attention import PackedAttention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Abort, HeldPrompt, Swap
@@ -89,8 +91,10 @@ class PrefillActor(ThreadActor):
         pass_tokens: int,
         threads: int,
         packed: PackedAttention | None = None,
+        layers: PromptLayers | None = None,
     ) -> None:
-        """`packed`: attention for passes of whole prompts."""
+        """`packed`: attention for passes of whole prompts. `layers`: those to use in place of the
+        model's own."""
         self._policy = policy
         self._cache = cache
         self._stored = stored
@@ -98,6 +102,7 @@ class PrefillActor(ThreadActor):
         self._pass_tokens = pass_tokens
         self._threads = threads
         self._packed = packed
+        self._layers = layers
         self._pending: dict[bytes, _Pending] = {}
         """By the ids of the prompt, the oldest first."""
         self._prefixes: WaitingPrefixes | None = None
@@ -141,6 +146,8 @@ class PrefillActor(ThreadActor):
         except ForgeError as error:
             return error
         self._cache.clear()
+        if self._layers is not None:
+            self._layers.after_swap()
         if self._stored is not None:
             self._stored.serve(swap.kv_identity)
         return None
@@ -250,13 +257,14 @@ class PrefillActor(ThreadActor):
         device = self._policy.device
         sizes = [span.end - span.start for span in spans]
         storage = PrefillPass(spans, self._packed)
-        logits_RV = self._policy.forward(
-            torch.cat([span.reading.ids[span.start : span.end] for span in spans]),
-            torch.cat([torch.arange(span.start, span.end, device=device) for span in spans]),
-            storage,
-            recurrent=_pieces(spans),
-            logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
-        )
+        with nullcontext() if self._layers is None else self._layers.used():
+            logits_RV = self._policy.forward(
+                torch.cat([span.reading.ids[span.start : span.end] for span in spans]),
+                torch.cat([torch.arange(span.start, span.end, device=device) for span in spans]),
+                storage,
+                recurrent=_pieces(spans),
+                logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
+            )
         storage.finish()
         self._keep_routes(spans)
         self._policy.wait()

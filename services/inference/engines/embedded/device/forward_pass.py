@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from forge.rl.numerics import is_narrow
 from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
 from services.inference.engines.embedded.decode_pass import draw_rows
-from services.inference.engines.embedded.device.fused_layers import FusedLayers
+from services.inference.engines.embedded.device.fused_layers import FusedLayers, tolerated_error
 from services.inference.engines.embedded.device.graphs import DeviceGraphs, rows_for
 from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
 from services.inference.engines.embedded.kv.attention import Heads
@@ -35,10 +34,6 @@ from services.inference.engines.embedded.speculation.drafter import Draft
 
 _CHECK_TOKENS = 16
 """Number of tokens of a check; one of the sizes."""
-_TOLERANCE = 0.001
-"""Largest mean difference of log-probs, in nats, between a graph and a plain pass, ..."""
-_NARROW_TOLERANCE = 0.1
-"""... and where matrices have 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +106,7 @@ class DevicePass:
             except RuntimeError as failure:
                 reason = str(failure)
             else:
-                narrow = is_narrow(self._policy.dtype)
-                if error <= (_NARROW_TOLERANCE if narrow else _TOLERANCE):
+                if error <= tolerated_error(self._policy.dtype):
                     log.info("decode_graphs_used", fused=fused, log_prob_error=error)
                     return
                 reason = f"its log-probs differ by {error:.3g} nats"

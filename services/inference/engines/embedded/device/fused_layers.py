@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from forge.rl.numerics import is_narrow
 from services.inference.engines.embedded.kv import attention
+
+_TOLERANCE = 0.001
+_NARROW_TOLERANCE = 0.1
+
+
+def tolerated_error(dtype: torch.dtype) -> float:
+    """Largest mean difference of log-probs, in nats, between faster and plain layers whose matrices
+    have this type."""
+    return _NARROW_TOLERANCE if is_narrow(dtype) else _TOLERANCE
 
 
 class FusedLayers:

@@ -15,6 +15,7 @@ from services.inference.engines.embedded.decode_step import DecodeStep
 from services.inference.engines.embedded.device.drafter import DeviceDrafter
 from services.inference.engines.embedded.device.forward_pass import DevicePass
 from services.inference.engines.embedded.device.graphs import DeviceGraphs
+from services.inference.engines.embedded.device.prompt_layers import PromptLayers
 from services.inference.engines.embedded.family_check import check
 from services.inference.engines.embedded.kv.device_attention import (
     device_attention,
@@ -93,6 +94,7 @@ def prefill_actor(
 ) -> PrefillActor:
     """The actor that reads prompts."""
     fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else _GPU_PASS_TOKENS
+    packed = packed_attention(policy.kv_shape)
     return PrefillActor(
         policy,
         cache,
@@ -100,7 +102,8 @@ def prefill_actor(
         block_tokens=options.block_tokens,
         pass_tokens=options.pass_tokens or fitting,
         threads=options.threads,
-        packed=packed_attention(policy.kv_shape),
+        packed=packed,
+        layers=PromptLayers(policy, packed) if policy.device.type == "cuda" else None,
     )
 
 
