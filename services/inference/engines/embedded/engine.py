@@ -31,7 +31,7 @@ class EmbeddedBoth(EmbeddedPrefill, EmbeddedDecode):
         kv_bytes = cls.running_bytes(options)
         cache = parts.prefix_cache(resumes=cls.resumes)
         return BothActor(
-            prefill_actor(options, policy, cache, store),
+            prefill_actor(options, policy, cache, store, beside_steps=True),
             decode_actor(options, policy, cache, store, kv_bytes=kv_bytes, resumes=cls.resumes),
         )
 

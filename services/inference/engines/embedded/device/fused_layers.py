@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
 from forge.rl.numerics import is_narrow
 from services.inference.engines.embedded.kv import attention
 
 _TOLERANCE = 0.001
 _NARROW_TOLERANCE = 0.1
+# No processes beside the worker; and fused casts round, too, as the trainer's do.
+_OPTIONS: dict[str, Any] = {"compile_threads": 1, "emulate_precision_casts": True}
 
 
 def tolerated_error(dtype: torch.dtype) -> float:
@@ -34,21 +36,28 @@ class FusedLayers:
 
     def __init__(self, model: Any) -> None:
         layers: Any = getattr(model.get_decoder(), "layers", ())
+        self._config = model.config
         self._layers: list[Any] = list(layers)
-        self._fused = [torch.compile(layer.forward, dynamic=True) for layer in self._layers]
-        self._attention = torch.compiler.disable(attention.implementation)  # type: ignore[no-untyped-call]
+        self._fused = [
+            torch.compile(layer.forward, dynamic=True, options=_OPTIONS) for layer in self._layers
+        ]
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Within, passes use the fused layers. The first one compiles: not within a capture."""
+        """Within, passes of this model use the fused layers. The first one compiles: not within a
+        capture."""
         with ExitStack() as undo:
-            # No processes beside the worker; and fused casts round, too, as the trainer's do.
-            undo.enter_context(
-                torch._inductor.config.patch(compile_threads=1, emulate_precision_casts=True)
-            )
-            AttentionInterface.register(attention.IMPLEMENTATION, self._attention)
-            undo.callback(attention.register)
+            undo.callback(setattr, self._config, "_attn_implementation", attention.IMPLEMENTATION)
+            self._config._attn_implementation = _uncompiled_attention()
             for layer, fused in zip(self._layers, self._fused, strict=True):
                 layer.forward = fused
                 undo.callback(delattr, layer, "forward")
             yield
+
+
+@cache
+def _uncompiled_attention() -> str:
+    """Register the engine's attention under another name, with which compiled layers call it."""
+    name = f"{attention.IMPLEMENTATION}_uncompiled"
+    attention.register(name, torch.compiler.disable(attention.implementation))  # type: ignore[no-untyped-call]
+    return name

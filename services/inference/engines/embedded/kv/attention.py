@@ -262,8 +262,8 @@ def _widened(values: torch.Tensor, size: int) -> torch.Tensor:
     return pad(values, (0, missing)) if missing else values
 
 
-def register() -> None:
+def register(name: str = IMPLEMENTATION, function: Any = implementation) -> None:
     """Register the implementation with transformers; idempotent."""
-    AttentionInterface.register(IMPLEMENTATION, implementation)
+    AttentionInterface.register(name, function)
     # The KvPass owns the mask.
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

@@ -55,7 +55,9 @@ CAPABILITIES = Capabilities(
 _MAX_WAITING = 1024
 _CPU_PASS_TOKENS = 512
 """A prompt that arrives waits for one pass, which takes long on a CPU."""
-_GPU_PASS_TOKENS = 4096
+_GPU_PASS_TOKENS = 16_384
+_GPU_PASS_TOKENS_BESIDE_STEPS = 4096
+"""Running requests wait for one pass, too."""
 
 
 def build_policy(options: EngineOptions) -> Policy:
@@ -90,10 +92,16 @@ def prefix_cache(
 
 
 def prefill_actor(
-    options: EngineOptions, policy: Policy, cache: KvCache, store: KvStore | None
+    options: EngineOptions,
+    policy: Policy,
+    cache: KvCache,
+    store: KvStore | None,
+    *,
+    beside_steps: bool = False,
 ) -> PrefillActor:
-    """The actor that reads prompts."""
-    fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else _GPU_PASS_TOKENS
+    """The actor that reads prompts; `beside_steps`: passes alternate with decode steps."""
+    gpu_tokens = _GPU_PASS_TOKENS_BESIDE_STEPS if beside_steps else _GPU_PASS_TOKENS
+    fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else gpu_tokens
     packed = packed_attention(policy.kv_shape)
     return PrefillActor(
         policy,
