@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forge.core.errors import ConfigError
+from forge.runtime.process.allocator import settle
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.serving_groups import kind_in
 from services.inference.config import InferenceConfig
@@ -32,6 +33,7 @@ class InferenceApp:
         else:
             from services.inference.worker.role import start_role
         self._drain_role = await start_role(self._context)
+        settle()
 
     async def drain(self) -> None:
         """Drain the role."""

@@ -129,8 +129,8 @@ class InferenceConfig(ServiceConfig):
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """decode and both: most requests that sample at the same time."""
     pass_tokens: Annotated[int, Meta(ge=0)] = 0
-    """prefill and both: most tokens of one forward pass; 0: 512 on a CPU, on a GPU 16384 (prefill) or
-    4096 (both)."""
+    """prefill and both: most tokens of one forward pass; 0: 512 on a CPU, 16384 (prefill) or 4096
+    (both) on a GPU."""
     kv: KvSettings = field(default_factory=KvSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     tensorrt_llm: TensorRtLlmSettings = field(default_factory=TensorRtLlmSettings)

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from benchmarks.support.inference.service import start
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.process.allocator import settle
 from services.inference.engines.base import (
     KvSpan,
     Prompt,
@@ -56,6 +57,7 @@ async def engine(options: argparse.Namespace) -> Started:
     served = await EmbeddedBoth.start(system, chosen)
     weights = load_file(options.model / "model.safetensors")
     await served.load({name: to_named(name, one) for name, one in weights.items()}, version=1)
+    settle()
     numbers = itertools.count()
 
     async def one(ids: list[int], tokens: int) -> list[int]:

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, Qwen3Config
 
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
+from forge.runtime.process.allocator import settle
 from services.inference.engines.base import KvSpan, Prompt, Sampling
 from services.inference.engines.embedded.device.forward_pass import DevicePass
 from services.inference.engines.embedded.device.prompt_layers import PromptLayers
@@ -68,6 +69,7 @@ class Engine:
                 model_path=str(folder), request_timeout_s=3600.0, max_running=512, **options
             )
             served = await EmbeddedBoth.start(system, chosen)
+        settle()
         return cls(served, made[0] if made else None)
 
     async def graphs(self, prompts: list[list[int]], tokens: int) -> None:

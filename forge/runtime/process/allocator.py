@@ -37,7 +37,7 @@ def settle() -> None:
     """Call after all imports: exempts the present objects from collection and collects less often.
 
     Sessions are trees of small objects; with Python's own thresholds the collector took a twelfth
-    of a call.
+    of a call of the gateway, and a seventh of a decode step of 256 sequences of a small model.
     """
     gc.collect()
     gc.freeze()
