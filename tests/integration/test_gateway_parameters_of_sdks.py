@@ -239,6 +239,6 @@ async def test_parameters_without_effect_are_named_and_others_reach_the_engine(
     assert end in sampled["stop_token_ids"]
     assert sampled["frequency_penalty"] == 0.5
     assert sampled["logit_bias"] == {"7": -100.0}
-    turn = (await recorded(stack, own_coordinator, "told:0:0")).turns[0]
+    turn = (await closed(stack, gateway, own_coordinator, "told:0:0")).turns[0]
     assert (turn.frequency_penalty, turn.logit_bias) == (0.5, True)
     assert turn.min_p == pytest.approx(0.1)
