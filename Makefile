@@ -10,7 +10,7 @@ EXAMPLES ?= 100
 # pytest keeps the tests it has compiled as bytecode: without, each worker spends half its start on that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run help setup hooks test test-faults test-loaded test-clients test-trackers test-console console-screenshots test-systemd test-vm \
+.PHONY: run help setup hooks test test-commands test-faults test-matrix test-loaded test-clients test-trackers test-console console-screenshots test-systemd test-vm \
 	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-gpu-engine test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
@@ -35,12 +35,18 @@ hooks: setup  ## Check each commit before it is made (pre-commit)
 # starts, and the long ones come first.
 PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 test: setup  ## The default suite: real etcd, real processes
-	@$(PY) -m pytest $(PARALLEL) -m "not faults"
+	@$(PY) -m pytest $(PARALLEL) -m "not faults and not matrix and not commands"
 
 test-faults: setup  ## Killed processes, full disks, wrong clocks, outages of etcd, attacks on sandboxes
 	@$(PY) -m pytest $(PARALLEL) -m faults tests/e2e tests/integration
 
-test-loaded: setup  ## Both beside 16 busy processes, for waits that are too short
+test-commands: setup  ## Commands of operators, documented programs and examples, each as processes
+	@$(PY) -m pytest $(PARALLEL) -m "commands and not faults" tests/e2e tests/integration
+
+test-matrix: setup  ## Every engine by its contract, further families of models, several ranks, simulations
+	@$(PY) -m pytest $(PARALLEL) -m "matrix and not faults" tests/contract tests/integration tests/unit
+
+test-loaded: setup  ## All four beside 16 busy processes, for waits that are too short
 	@$(PY) -m tests.support.suite.loaded $(PY) -m pytest $(PARALLEL) $(TESTS)
 
 test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.package-lock.json  ## Real agent clients and frameworks against the gateway
@@ -81,7 +87,7 @@ dist: setup  ## Build wheel and source distribution in dist/
 	@$(PY) -m build --outdir dist . > /dev/null
 	@$(PY) -m twine check --strict dist/*
 
-coverage: setup  ## Both with the lines that they reach; continues where it was interrupted
+coverage: setup  ## All four with the lines that they reach; continues where it was interrupted
 	@$(PY) -m tests.support.suite.coverage_parts $(PARTS)
 
 test-console: .venv/.browser-installed  ## The web console in Chromium over a real run (apt: chromium)

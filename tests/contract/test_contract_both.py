@@ -29,6 +29,8 @@ from tests.contract.engines import (
 )
 from tests.support.inference.transformers_answers import greedy_of
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.fixture
 async def both(tmp_path: Path) -> AsyncIterator[Pair]:

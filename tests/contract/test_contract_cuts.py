@@ -31,6 +31,8 @@ from tests.contract.engines import (
     save_tokenizer,
 )
 
+pytestmark = pytest.mark.matrix
+
 RULES = CreditRules(weights=RewardWeights(alpha=0.0, beta=0.0, gamma=1.0))
 CUTS = [
     replace(SAMPLED, top_p=0.5),

@@ -40,6 +40,8 @@ from tests.contract.engines import (
     with_heads,
 )
 
+pytestmark = pytest.mark.matrix
+
 HEADS = 3
 SAMPLES = int(os.environ.get("FORGE_DRAFT_SAMPLES", "3000"))
 """`make drafts` takes 100,000."""

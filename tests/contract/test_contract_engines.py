@@ -27,13 +27,14 @@ from tests.contract.engines import (
     reference,
 )
 from tests.support.inference.transformers_answers import greedy_of, logprobs_of
+from tests.support.suite.matrix import usual
 
 
 class Start(Protocol):
     def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
 
 
-@pytest.fixture(params=engines.ENGINES)
+@pytest.fixture(params=usual(engines.ENGINES, "embedded"))
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
     """Starts an engine on the Qwen3-type model, without weights."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
@@ -62,7 +63,7 @@ async def separate(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 
 @pytest.mark.parametrize("family", engines.CONFIGS)
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", usual(engines.ENGINES, "embedded"))
 async def test_greedy_answer_equals_transformers_generate(
     engine: str, family: str, tmp_path: Path
 ) -> None:

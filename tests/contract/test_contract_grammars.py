@@ -27,6 +27,8 @@ from tests.contract.engines import (
 )
 from tests.support.inference.masked_logprobs import masked_logprobs
 
+pytestmark = pytest.mark.matrix
+
 SCHEMA = {
     "type": "object",
     "properties": {

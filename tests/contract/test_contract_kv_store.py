@@ -15,6 +15,8 @@ from services.inference.engines.provider import KvStoreOptions
 from tests.contract import engines
 from tests.contract.engines import Pair, is_greedy, prompt_ids, published, reference
 
+pytestmark = pytest.mark.matrix
+
 STORE_BLOCK = 16
 PROMPT = prompt_ids(70)
 STORED = 64

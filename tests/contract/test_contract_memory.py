@@ -17,6 +17,8 @@ from services.inference.engines.base import Prompt
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Pair, is_greedy, prompt_ids, published, reference
 
+pytestmark = pytest.mark.matrix
+
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 """Of the model's keys and values: layers, two, heads, their size, float32."""
 

@@ -28,6 +28,8 @@ from tests.contract.engines import (
 from tests.contract.recurrent_models import RECURRENT, reference
 from tests.support.inference.hand_off import joined
 
+pytestmark = pytest.mark.matrix
+
 ERROR_NATS = 2e-5
 GREEDY = replace(engines.GREEDY, top_logprobs=1)
 STATE_BYTES = 4096

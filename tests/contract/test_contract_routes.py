@@ -21,6 +21,8 @@ from tests.contract import engines
 from tests.contract.engines import GREEDY, SAMPLED, Answer, Pair, prompt_ids, published, reference
 from tests.support.inference.hand_off import joined
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.fixture(params=engines.able("routed_experts"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:

@@ -16,6 +16,8 @@ from tests.contract import engines
 from tests.contract.engines import GREEDY, Pair, prompt_ids, published, reference
 from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.fixture(params=engines.ENGINES)
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:

@@ -15,7 +15,7 @@ from forge.core.errors import NotFound
 from tests.support.suite.forge_run import FORGE, ForgeRun
 from tests.support.suite.starting_weights import make_starting_weights
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.commands, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

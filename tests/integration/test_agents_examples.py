@@ -22,6 +22,8 @@ from tests.support.gateway.stack import START_S, GatewayStack, token_tree
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import start_service
 
+pytestmark = pytest.mark.commands
+
 CLUSTER = "examples"
 
 

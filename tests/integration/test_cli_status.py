@@ -11,6 +11,8 @@ import termios
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 from forge.core.extras import DISTRIBUTION
 from forge.runtime.coordination import Coordinator
 from forge.runtime.security.credentials import Security
@@ -21,6 +23,8 @@ from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import START_S, SchedulerCluster, make_task
+
+pytestmark = pytest.mark.commands
 
 ADDRESS = "a-host-with-a-long-name.in.some.rack.example:65535"
 

@@ -35,6 +35,8 @@ from tests.support.gateway.stack import START_S, GatewayStack, recorded
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.suite.doc_blocks import ROOT, Block, blocks
 
+pytestmark = pytest.mark.commands
+
 QUICK_START, OPENAI = blocks("README.md")
 _FIRST_AGENT = 7
 """Blocks that tests/e2e/test_e2e_first_agent.py runs."""

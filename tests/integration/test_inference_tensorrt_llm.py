@@ -13,6 +13,8 @@ from tests.support.inference.cluster import Sample, inference_cluster
 from tests.support.inference.tensorrt_llm import install_stand_in
 from tests.support.runtime.etcd import EtcdServer
 
+pytestmark = pytest.mark.matrix
+
 WORKER = ("--engine", "tensorrt_llm", "--device", "cuda")
 
 

@@ -36,6 +36,8 @@ from tests.support.runtime.log_lines import log_lines
 from tests.support.runtime.otlp_collector import CollectedSpan, Collector, collecting
 from tests.support.runtime.waiting import until
 
+pytestmark = pytest.mark.commands
+
 PLANTED = {
     "password": "hunter2-of-etcd",
     "api key": "sk-planted-0123456789",

@@ -29,6 +29,8 @@ from tests.support.pool.store import fetch
 from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 
+pytestmark = pytest.mark.commands
+
 CLUSTER = "pool-cli"
 
 

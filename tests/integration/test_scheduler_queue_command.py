@@ -12,6 +12,8 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 
+import pytest
+
 from forge.cli.command_exit import INTERRUPTED
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import scheduler_pb2
@@ -19,6 +21,8 @@ from tests.support.runtime.command import run_command
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, ids_of, make_task
+
+pytestmark = pytest.mark.commands
 
 FEED = Path(__file__).parents[2] / "deploy" / "systemd" / "forge-feed@.service"
 

@@ -23,6 +23,8 @@ from tests.support.runtime.service_process import start_service
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import SchedulerCluster, make_task
 
+pytestmark = pytest.mark.commands
+
 
 class Host:
     """A machine with the `forge` command; only one with `key_file` has the cluster's key."""

@@ -29,6 +29,7 @@ def test_benchmark_times_every_way_to_train_a_group(monkeypatch: pytest.MonkeyPa
     assert timed == {"tree", "per_request", "padded", "varlen", "trajectories"} | trl
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("index", [0, 2, 3])
 def test_merged_step_peaks_no_higher_than_a_packed_step(index: int) -> None:
     """Per computed token, although more of a tree's tokens were sampled and have logits: neither

@@ -18,6 +18,7 @@ from tests.support.rl.models import tiny_model
 from tests.support.trainer.memory import SHAPE, TOKENS, measured_bytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("recompute", "frozen"), [(False, 0), (True, 0), (True, 2)])
 def test_estimate_is_close_to_the_measured_peak(recompute: bool, frozen: int) -> None:
     """Of a whole step, in float32, with and without a reference and a teacher: between the peak and

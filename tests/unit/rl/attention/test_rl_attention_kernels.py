@@ -182,6 +182,7 @@ def test_block_sizes_fit_the_gpus_shared_memory(
     assert ("fwd_BLOCK_M" in options) == small
 
 
+@pytest.mark.matrix
 def test_flex_attention_needs_few_compilations_for_all_trees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

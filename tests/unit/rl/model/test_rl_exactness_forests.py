@@ -36,6 +36,8 @@ from tests.support.rl.models import (
     with_balance,
 )
 
+pytestmark = pytest.mark.matrix
+
 FUZZ = settings.get_current_profile_name() == "fuzz"
 """`make properties` computes a hundred times as many or more."""
 TREES = 10_000 if FUZZ else 70

@@ -38,6 +38,7 @@ from forge.rl.tree.states import TreeStates
 from services.inference.engines.embedded.family_check import Verdict
 from tests.support.rl.forests import KINDS, forest
 from tests.support.rl.models import SHAPE, tiny_model
+from tests.support.suite.matrix import usual
 
 NAMED = {one.name: one for one in VARIANTS}
 WAYS = {
@@ -72,7 +73,7 @@ def family(name: str) -> Family:
     return NAMED.get(name, Family(name=name, model_type=name, settings=NEEDED.get(name, {})))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", usual(WAYS, "llama", "gemma2", "jamba", "doge", "phi"))
 def test_model_family_is_trained_exactly(name: str) -> None:
     """Merged or by sequence as expected; loss and gradients equal those of each sample alone,
     beyond every window and threshold."""

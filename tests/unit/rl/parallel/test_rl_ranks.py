@@ -10,7 +10,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.hypothesis]
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900), pytest.mark.hypothesis]
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
 """`make properties` computes every shape for every family."""

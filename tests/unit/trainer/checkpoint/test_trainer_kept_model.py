@@ -138,6 +138,7 @@ def as_before(path: Path) -> None:
     as_listed(path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("before", [as_before, as_format_2])
 @pytest.mark.parametrize("settings", WAYS)
 async def test_checkpoint_of_an_earlier_release_opens(

@@ -36,6 +36,8 @@ from tests.support.rl.short_memory import memory_for
 from tests.support.runtime.fork_server import TORCH_MODELS
 from tests.support.trainer.learners import started_learner
 
+pytestmark = pytest.mark.matrix
+
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--uts", "--mount", "--net", "sh", "-c")
 LISTENERS = """
 import os, sys, psutil

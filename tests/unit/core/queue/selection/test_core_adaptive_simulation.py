@@ -21,7 +21,7 @@ from benchmarks.support.scheduler.window_settings import (
     workloads,
 )
 
-pytestmark = pytest.mark.hypothesis
+pytestmark = [pytest.mark.matrix, pytest.mark.hypothesis]
 
 FUZZ = settings.get_current_profile_name() == "fuzz"
 SIZE = Size(concurrency=256, steps=120)

@@ -40,6 +40,7 @@ from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import logprobs
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensor_bytes import to_named
+from tests.support.suite.matrix import usual
 
 pytestmark = pytest.mark.hypothesis
 
@@ -129,7 +130,7 @@ def _entropy(model: Any) -> float:
     return float(-(logprobs_TV.exp() * logprobs_TV).sum(-1).mean())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", usual(FAMILIES, "tied llama", "qwen3_next", "phi"))
 def test_both_cast_at_the_same_places(family: str, tmp_path: Path) -> None:
     """In bfloat16 the log-probs of engine and trainer differ by the order of the head's sums in
     float32 alone: by a thousandth of those of a model that computes in bfloat16 throughout."""
@@ -165,7 +166,7 @@ def _products_depend_on_rows() -> bool:
 
 
 @pytest.mark.skipif(_products_depend_on_rows(), reason="so engine and trainer cannot be equal")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", usual(FAMILIES, "tied llama", "qwen3_next", "phi"))
 async def test_decode_steps_round_as_the_trainer_does(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,8 +87,8 @@ def test_readers_continue_while_the_map_grows(open_store):
     readers = [threading.Thread(target=read) for _ in range(4)]
     for reader in readers:
         reader.start()
-    for index in range(1, 200):
-        append(store, turn_of(index, 64 * KIB))
+    for index in range(1, 50):
+        append(store, turn_of(index, 256 * KIB))
     done.set()
     for reader in readers:
         reader.join()
