@@ -24,6 +24,7 @@ def gradient(learner: Learner, kind: str) -> torch.Tensor:
     return torch.cat([one.flatten() for one in gradients(learner.policy.model).values()])
 
 
+@pytest.mark.matrix
 def test_compiled_layers_give_the_same_gradient_without_another_compilation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
