@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -37,13 +38,25 @@ async def check_members(plan: StackPlan) -> list[ForgeError]:
     )
     names: dict[str, list[str]] = {}
     for member, (code, output) in zip(checked, ended, strict=True):
-        lines = [line for line in output.splitlines() if line.startswith("forge ")]
-        for line in lines or output.splitlines()[-1:] if code else ():
-            names.setdefault(line.partition(": ")[2], []).append(member.name)
+        for problem in _problems(code, output):
+            names.setdefault(problem, []).append(member.name)
     return [
         InvalidArgument(f"{', '.join(each)} cannot start: {problem}")
         for problem, each in names.items()
     ]
+
+
+def _problems(code: int, output: str) -> list[str]:
+    """Returns those that a check found, or why it found none."""
+    if code == 0:
+        return []
+    lines = output.splitlines()
+    if found := [line.partition(": ")[2] for line in lines if line.startswith("forge ")]:
+        return found
+    if code < 0:
+        hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
+        return [f"its check was killed by {signal.Signals(-code).name}{hint}"]
+    return lines[-1:] or [f"its check ended with exit code {code} and without a message"]
 
 
 def served_flags(directory: RunDirectory) -> Mapping[str, Collection[str]]:

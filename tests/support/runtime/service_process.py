@@ -178,8 +178,17 @@ def _start() -> str:
     return address
 
 
-@functools.cache
+_first = threading.Lock()
+
+
 def _fork_server() -> _ForkServer:
+    # Two threads that ask first would start two.
+    with _first:
+        return _made()
+
+
+@functools.cache
+def _made() -> _ForkServer:
     return _ForkServer()
 
 

@@ -67,10 +67,10 @@ class ThreeHosts:
 
     def status(self) -> dict[str, Any]:
         """What `forge status --json` prints on the first host."""
-        command = "forge status --json 2>/dev/null"
-        shown = self.hosts["forge-1"].run("bash", "-lc", command, check=False)
-        away = {"services": [], "problems": ["etcd does not answer"], "trainer": None}
-        status: dict[str, Any] = json.loads(shown or "null") or away
+        shown = self.hosts["forge-1"].run("bash", "-lc", "forge status --json 2>&1", check=False)
+        answers = [line for line in shown.splitlines() if line.startswith("{")]
+        away = {"services": [], "problems": [shown.strip()], "trainer": None}
+        status: dict[str, Any] = json.loads(answers[-1]) if answers else away
         return status
 
     def groups(self) -> dict[str, int]:

@@ -62,6 +62,32 @@ async def test_resumed_run_checks_no_model_again(
     assert "--max-steps=12" in checked["trainer"]
 
 
+@pytest.mark.parametrize(
+    ("code", "output", "problem"),
+    [
+        (-9, "", "its check was killed by SIGKILL, perhaps for lack of memory"),
+        (-11, "torch: a warning: of no import\n", "its check was killed by SIGSEGV"),
+        (3, "", "its check ended with exit code 3 and without a message"),
+        (1, "Traceback ...\nMemoryError\n", "MemoryError"),
+        (1, "Traceback ...\nOSError: no: such file\n", "OSError: no: such file"),
+        (2, "a warning\nforge pool: port = 1: taken\nother\n", "port = 1: taken"),
+    ],
+)
+async def test_check_that_fails_is_a_problem_whatever_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, output: str, problem: str
+) -> None:
+    """One line for all processes that have it."""
+
+    async def run_module(*_: Any, **__: Any) -> tuple[int, str]:
+        return code, output
+
+    monkeypatch.setattr(member_checks, "run_module", run_module)
+    (found,) = await check_members(resumed(tmp_path, phase="train"))
+    names, _, said = str(found).partition(" cannot start: ")
+    assert said == problem
+    assert {"pool", "trainer", "runner"} <= set(names.split(", "))
+
+
 async def test_changed_setting_checks_the_model_again(
     tmp_path: Path, checked: dict[str, Sequence[str]]
 ) -> None:
