@@ -1,4 +1,4 @@
-"""Fused layers of prefill passes: compiled once, and used only if they compute the same."""
+"""Prefill passes: fused layers, compiled once and used only if they compute the same; lengths."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from structlog.testing import capture_logs
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.embedded.device import prompt_layers
 from services.inference.engines.embedded.device.prompt_layers import PromptLayers
 from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.roles import wiring
+from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensor_bytes import to_named
 
 
@@ -106,3 +109,26 @@ def test_compiler_that_fails_is_named_once(policy: Policy, monkeypatch: pytest.M
     assert line["reason"] == "Failed to find C compiler."
     with torch.inference_mode(), layers.used():
         assert layers._logprobs().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("device", "beside_steps", "asked", "tokens"),
+    [
+        ("cpu", False, 0, 512),
+        ("cpu", True, 0, 512),
+        ("cuda", False, 0, 16_384),
+        ("cuda", True, 0, 4096),
+        ("cuda", False, 100, 100),
+    ],
+)
+def test_passes_are_shorter_where_steps_wait_for_them(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, device: str, beside_steps: bool, asked: int,
+    tokens: int,
+) -> None:  # fmt: skip
+    """A role that also samples has passes of 4,096 tokens on a GPU; a setting is taken as it is."""
+    policy.device = torch.device(device)
+    options = EngineOptions(model_path="", request_timeout_s=1.0, pass_tokens=asked)
+    cache = wiring.prefix_cache(options, policy, CacheLog(), resumes=False)
+    actor = wiring.prefill_actor(options, policy, cache, None, beside_steps=beside_steps)
+    assert actor._pass_tokens == tokens
+    assert (actor._layers is not None) == (device == "cuda")
