@@ -17,6 +17,7 @@ from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
 from services.inference.engines.embedded.device.graphs import DeviceGraphs, rows_for
 from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
+from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.model.head import DraftHeads
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.sampler import is_uncut
@@ -78,7 +79,7 @@ class DeviceDrafter(HeadDrafter):
             except RuntimeError as error:
                 self._uses_graphs, size = False, None
                 self._graphs.clear()
-                log.warning("drafts_without_graphs", reason=str(error).partition("\n")[0])
+                log.warning("drafts_without_graphs", reason=first_line(error))
         if size is None:
             return self._compute(states_RC, inputs_4R.to(states_RC.device), depth).cpu()
         graph = self._graphs[size, depth]

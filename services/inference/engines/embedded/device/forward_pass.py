@@ -24,6 +24,7 @@ from services.inference.engines.embedded.decode_pass import draw_rows
 from services.inference.engines.embedded.device.fused_layers import FusedLayers, tolerated_error
 from services.inference.engines.embedded.device.graphs import DeviceGraphs, rows_for
 from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
+from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.kv.attention import Heads
 from services.inference.engines.embedded.kv.device_attention import ExtentAttention
 from services.inference.engines.embedded.kv.extents import SCRATCH_TOKENS, Extents
@@ -110,7 +111,7 @@ class DevicePass:
                     log.info("decode_graphs_used", fused=fused, log_prob_error=error)
                     return
                 reason = f"its log-probs differ by {error:.3g} nats"
-            log.warning("decode_graph_refused", fused=fused, reason=_first_line(reason))
+            log.warning("decode_graph_refused", fused=fused, reason=first_line(reason))
             self._graphs.clear()
         self._uses_graphs = False
 
@@ -171,7 +172,7 @@ class DevicePass:
             except RuntimeError as error:
                 self._uses_graphs = False
                 self._graphs.clear()
-                log.warning("decode_without_graphs", reason=_first_line(str(error)))
+                log.warning("decode_without_graphs", reason=first_line(error))
                 return None
         return self._graphs[size, plain]
 
@@ -220,7 +221,3 @@ def _rows(sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> list[
         for index, token in enumerate((sequence.sampled[-1], *draft.ids)):
             rows.append((token, place + index, start, seed, position + index, heat))
     return rows
-
-
-def _first_line(reason: str) -> str:
-    return reason.strip().partition("\n")[0]

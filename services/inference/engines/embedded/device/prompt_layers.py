@@ -10,6 +10,7 @@ from forge.core.token_columns import int32_bytes
 from forge.runtime.telemetry import log
 from services.inference.engines.base import Prompt, Sampling
 from services.inference.engines.embedded.device.fused_layers import FusedLayers, tolerated_error
+from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.kv.device_attention import PackedAttention
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.prefill_pass import PrefillPass
@@ -44,7 +45,7 @@ class PromptLayers:
         try:
             error = self._difference(fused)
         except RuntimeError as failure:
-            reason = str(failure).strip().partition("\n")[0]
+            reason = first_line(failure)
         else:
             if error <= tolerated_error(self._policy.dtype):
                 log.info("fused_prefill_used", log_prob_error=error)

@@ -25,6 +25,7 @@ from typing import ClassVar
 import torch
 
 from forge.runtime.telemetry import log
+from services.inference.engines.embedded.first_line import first_line
 
 MOST_QUERIES = 48
 """With more of them torch's kernel is as fast."""
@@ -120,7 +121,7 @@ def compiled_attention() -> CompiledAttention | None:
         found = CompiledAttention(_compiled(_compiler()))
         error = _error(found)
     except (OSError, subprocess.SubprocessError, AttributeError) as failure:
-        log.info("compiled_attention_not_used", reason=str(failure).partition("\n")[0])
+        log.info("compiled_attention_not_used", reason=first_line(failure))
         return None
     if not error <= _TOLERANCE:
         log.warning("compiled_attention_not_used", reason=f"its outputs differ by {error:.3g}")

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from forge.runtime.telemetry import log
+from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.kv.attention import Heads, attention, attention_bias
 from services.inference.engines.embedded.kv.shape import KvShape
 
@@ -46,7 +47,7 @@ def device_attention(shape: KvShape) -> ExtentAttention | None:
         found: ExtentAttention = kernels.attention_on(shape.device)
         error = _error(found, shape)
     except Exception as failure:
-        log.warning("device_attention_not_used", reason=str(failure).partition("\n")[0])
+        log.warning("device_attention_not_used", reason=first_line(failure))
         return None
     tolerance = _TOLERANCE if shape.dtype.itemsize > 2 else _NARROW_TOLERANCE
     if not error <= tolerance:
@@ -71,7 +72,7 @@ def packed_attention(shape: KvShape) -> PackedAttention | None:
     try:
         error = _packed_error(shape)
     except Exception as failure:
-        log.warning("packed_attention_not_used", reason=str(failure).partition("\n")[0])
+        log.warning("packed_attention_not_used", reason=first_line(failure))
         return None
     if not error <= _NARROW_TOLERANCE:
         log.warning("packed_attention_not_used", reason=f"its outputs differ by {error:.3g}")
