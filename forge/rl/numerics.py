@@ -3,8 +3,9 @@
 Both run a model under `torch.autocast`: matrix products, those of experts too, in 16 bits; the
 residual stream, embeddings, norms, rotary embeddings, routers and the language-model head in
 float32. Queries, keys and values are rounded to 16 bits. So the two differ by the order of sums
-alone. The trainer keeps all parameters in float32 and rounds matrices as it computes; the engine
-keeps only the rounded matrices (`store_narrow`).
+alone. The trainer keeps the parameters that it trains in float32 and rounds matrices as it
+computes; the engine keeps only the rounded matrices (`store_narrow`), and the trainer those of
+frozen models (`store_frozen_narrow`).
 
 One different rounding of one value to 16 bits grows, over the layers, to the noise of independent
 roundings. On a CPU no rounding differs: oneDNN adds up the products of a row in the same order for
@@ -17,8 +18,8 @@ Owns which parameters are matrices, and the patches of modules that autocast doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.rl import scans
 
@@ -105,23 +107,68 @@ def patch(model: nn.Module) -> None:
     for module in wide_modules(model):
         module.forward = partial(_in_float32, module)
     for module in model.modules():
-        if _expert_parameters(module):
+        if not isinstance(module, nn.Linear) and _matrices_of(module):
             module.forward = partial(_in_matrix_type, module)
     scans.patch(model)
 
 
 def store_narrow(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep matrices in `dtype`, all other floating-point parameters and buffers in float32."""
-    wide = {id(one) for module in wide_modules(model) for one in module.parameters()}
-    matrices: set[int] = set()
-    for module in model.modules():
-        own = module.parameters(recurse=False) if isinstance(module, nn.Linear) else ()
-        matrices.update(id(one) for one in (*own, *_expert_parameters(module).values()))
+    narrow = {id(one) for one in matrices(model)}
     for one in model.parameters():
         if one.is_floating_point():
-            one.data = one.data.to(dtype if id(one) in matrices - wide else torch.float32)
+            one.data = one.data.to(dtype if id(one) in narrow else torch.float32)
     for buffer in model.buffers():
         buffer.data = _widened(buffer.data)
+
+
+def store_frozen_narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep frozen matrices in `dtype` where this changes no value, as for those of a model
+    directory of that type: passes in it compute the same with half the memory. Passes in a wider
+    type widen the matrices of one layer at a time."""
+    narrow: set[int] = set()
+    for one in matrices(model):
+        if not one.requires_grad and torch.equal((kept := one.data.to(dtype)).to(one.dtype), one):
+            one.data = kept
+            narrow.add(id(one))
+    for module in _layers_and_others(model):
+        places = [
+            (inner, name)
+            for inner in module.modules()
+            for name, one in inner.named_parameters(recurse=False)
+            if id(one) in narrow
+        ]
+        if places:
+            module.forward = partial(_in_type_of_input, module, places)
+
+
+def _layers_and_others(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that are layers, or have matrices outside of any."""
+    for module in model.children():
+        if isinstance(module, GradientCheckpointingLayer) or _matrices_of(module):
+            yield module
+        else:
+            yield from _layers_and_others(module)
+
+
+def _in_type_of_input(
+    module: nn.Module, places: Sequence[tuple[nn.Module, str]], *given: Any, **named: Any
+) -> Any:
+    kind = matrix_type(given[0])
+    with ExitStack() as stack:
+        for inner, name in places:
+            if (one := inner._parameters[name]) is not None and one.dtype != kind:
+                stack.enter_context(with_parameters(inner, {name: one.to(kind)}))
+        return type(module).forward(module, *given, **named)
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that autocast, or `patch`, rounds for a product."""
+    wide = {id(one) for module in wide_modules(model) for one in module.parameters()}
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        found.update((id(one), one) for one in _matrices_of(module).values())
+    return [one for identity, one in found.items() if identity not in wide]
 
 
 def wide_modules(model: nn.Module) -> list[nn.Module]:
@@ -138,12 +185,16 @@ def wide_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Matrices of several experts in one tensor [experts, out, in]."""
-    if "Expert" not in type(module).__name__:
+def _matrices_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those of a linear layer, its bias too, or of several experts in one tensor [experts, out,
+    in]."""
+    experts = "Expert" in type(module).__name__
+    if not experts and not isinstance(module, nn.Linear):
         return {}
     own = module.named_parameters(recurse=False)
-    return {name: one for name, one in own if one.ndim == 3 and one.is_floating_point()}
+    return {
+        name: one for name, one in own if one.is_floating_point() and (one.ndim == 3 or not experts)
+    }
 
 
 def _in_float32(module: nn.Module, *given: Any, **named: Any) -> Any:
@@ -159,11 +210,9 @@ def _widened(value: Any) -> Any:
 
 
 def _in_matrix_type(module: nn.Module, *given: Any, **named: Any) -> Any:
-    parameters = _expert_parameters(module)
+    kind = matrix_type(given[0])
     rounded = {
-        name: one.to(kind)
-        for name, one in parameters.items()
-        if one.dtype != (kind := matrix_type(one))
+        name: one.to(kind) for name, one in _matrices_of(module).items() if one.dtype != kind
     }
     with with_parameters(module, rounded):
         return type(module).forward(module, *given, **named)

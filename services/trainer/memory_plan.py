@@ -6,17 +6,21 @@ autograd keeps of a forward of such tensors. Not estimated: what the allocator w
 NCCL, and CUDA's own context.
 
     bytes of a rank = (weights 4 + gradient 4 + optimizer) / shards    of fp32 master weights
+                    + (weights 4 or 2) / shards                        of frozen ones
                     + gathered units                                   with several shards
                     + activations of a pass + head
-                    + (weights 4) / shards + gathered units            of a reference, a teacher
+
+Frozen weights are those of a reference and of a teacher, and with LoRA all but the adapters.
+Matrices among them take 2 bytes where the model directory has them in bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +39,8 @@ from forge.rl.model.forked_states import NO_PARTS, is_recurrent
 from forge.rl.model.head_logprobs import kept_elements, table_rows
 from forge.rl.parallel.partition import largest_range
 from forge.rl.parallel.sharding import divide, layers_of, local
+from services.trainer.model.lora import inject
+from services.trainer.setting_tables import LoraSettings
 
 GIB = 1 << 30
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.0, "muon": 4.0}
@@ -43,19 +49,48 @@ _PROBED_TOKENS = (64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Numbers of weights of some modules, or a rank's mean share of them."""
+
+    all: float = 0
+    trained: float = 0
+    narrow: float = 0
+    """Frozen ones that a rank keeps in 16 bits."""
+
+    @property
+    def bytes(self) -> float:
+        """Their memory."""
+        return 4.0 * self.all - 2.0 * self.narrow
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(
+            all=self.all + other.all,
+            trained=self.trained + other.trained,
+            narrow=self.narrow + other.narrow,
+        )
+
+    def __mul__(self, factor: float) -> Weights:
+        return Weights(
+            all=self.all * factor, trained=self.trained * factor, narrow=self.narrow * factor
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
     """Facts of a model that determine memory, on one of its parts (`mesh.tp`)."""
 
     parts: int
-    weights: int
-    """Of the whole model."""
+    weights: float
+    """Of the whole model, with adapters."""
+    adapters: bool
+    """Adapters are trained, and no other weights."""
     layers: int
-    in_layers: int
-    """Weights of the layers that one part holds."""
-    largest_layer: int
-    """Weights of the largest layer that one part holds."""
-    outside: int
-    """Weights outside of layers: embedding, last norm, head; tied ones once."""
+    in_layers: Weights
+    """Those of the layers that one part holds."""
+    largest_layer: Weights
+    """Those of the largest layer that one part holds."""
+    outside: Weights
+    """Those outside of layers: embedding, last norm, head; tied ones once."""
     vocabulary: int
     channels: int
     pair_cost: float
@@ -80,7 +115,7 @@ class Run:
     recompute: bool = False
     optimizer: OptimizerName = "adamw"
     frozen: tuple[ModelSize, ...] = ()
-    """Models beside the policy: a reference, a teacher."""
+    """Models beside the policy: a reference, a teacher, none of whose weights is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +142,26 @@ class Estimate:
         return sum(parts)
 
 
-def size_of(config: Any, *, bfloat16: bool, tp: int = 1) -> ModelSize:
-    """The size of one of `tp` parts of the model of a transformers configuration; takes no memory
-    for its weights. Raises `InvalidArgument` for a model that `tp` parts cannot divide."""
+def size_of(
+    config: Any,
+    *,
+    bfloat16: bool,
+    tp: int = 1,
+    lora: LoraSettings | None = None,
+    frozen: bool = False,
+) -> ModelSize:
+    """The size of one of `tp` parts of the model of a transformers configuration, with the adapters
+    of `lora`, or of a `frozen` model; takes no memory for its weights. Raises `InvalidArgument` for
+    a model that `tp` parts cannot divide, `ConfigError` for targets that it does not have."""
+    # Before the model: it writes its own type into the configuration.
+    of_16_bits = bfloat16 and getattr(config, "dtype", None) == torch.bfloat16
+    model = _outline(config, lora, frozen=frozen)
+    count = partial(_count, narrow=numerics.matrices(model) if of_16_bits else ())
+    whole = count(model)
+    outside = whole + _sum(map(count, layers_of(model))) * -1
     # The mesh first: it reads tensors of its own.
     with _mesh_of(tp) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        weights = _count(model)
-        outside = weights - sum(_count(layer) for layer in layers_of(model))
+        _allocate_nothing(model)
         if bfloat16:
             numerics.patch(model)
         if mesh is not None and any(map(is_recurrent, model.modules())):
@@ -123,7 +170,8 @@ def size_of(config: Any, *, bfloat16: bool, tp: int = 1) -> ModelSize:
             )
         if mesh is not None:
             divide(model, mesh)
-        layers = [_count(layer) for layer in layers_of(model)]
+        count = partial(_count, narrow=numerics.matrices(model) if of_16_bits else ())
+        layers = [count(layer) for layer in layers_of(model)]
         try:
             with _EvenExperts(tp):
                 few, more = (kept_bytes(model, one, bfloat16=bfloat16) for one in _PROBED_TOKENS)
@@ -134,10 +182,11 @@ def size_of(config: Any, *, bfloat16: bool, tp: int = 1) -> ModelSize:
     rule = partial(_rule_of_thumb, text, len(layers), bfloat16=bfloat16, tp=tp)
     return ModelSize(
         parts=tp,
-        weights=weights,
+        weights=whole.all,
+        adapters=lora is not None,
         layers=len(layers),
-        in_layers=sum(layers),
-        largest_layer=max(layers, default=0),
+        in_layers=_sum(layers),
+        largest_layer=max(layers, key=lambda one: one.all, default=Weights()),
         outside=outside,
         vocabulary=text.vocab_size,
         channels=text.hidden_size,
@@ -146,6 +195,31 @@ def size_of(config: Any, *, bfloat16: bool, tp: int = 1) -> ModelSize:
         activation_bytes=rule() if per_token is None else per_token,
         exact=per_token is not None,
     )
+
+
+def _outline(config: Any, lora: LoraSettings | None, *, frozen: bool) -> Any:
+    """The model without data. PEFT cannot insert adapters among tensors that only pretend to be on
+    a device, so it is built on none."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if lora is not None:
+            inject(model, lora, Path())
+    return model.requires_grad_(False) if frozen else model
+
+
+def _allocate_nothing(model: nn.Module) -> None:
+    """Give the tensors of an outline a device, within a mode whose tensors take no memory."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, one in tensors.items():
+                if one is None:
+                    continue
+                if id(one) not in made:
+                    empty = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+                    own = isinstance(one, nn.Parameter)
+                    made[id(one)] = nn.Parameter(empty, one.requires_grad) if own else empty
+                tensors[name] = made[id(one)]  # type: ignore[assignment]
 
 
 @contextmanager
@@ -207,43 +281,58 @@ def kept_bytes(model: Any, tokens: int, *, bfloat16: bool) -> int:
 def estimate(size: ModelSize, run: Run) -> Estimate:
     """The memory of one rank; `size` is that of one of the run's parts."""
     assert all(one.parts == run.shape.tp for one in (size, *run.frozen))
-    shards, weights = run.shape.shards, _held(size, run.shape)
-    tokens, held = largest_range(
+    shards, held = run.shape.shards, _held(size, run.shape)
+    tokens, computed = largest_range(
         run.context, run.shape.cp, pair_cost=size.pair_cost, prefix_cost=size.prefix_cost
     )
     narrow = 2.0 if run.bfloat16 else 4.0
-    if shards > 1:
-        # A layer, the next one, its gradient, and the sum's buffer; the other unit stays gathered.
-        gathered = size.largest_layer * (3 * narrow + 4.0) + size.outside * 12.0
-    else:
-        gathered = (size.weights - size.outside) * narrow if run.bfloat16 else 0.0
     states = tokens * size.channels
     rows = table_rows(states, (size.vocabulary, size.channels))
-    of_layers = size.activation_bytes * held
+    of_layers = size.activation_bytes * computed
     if run.recompute:
         of_layers = of_layers / size.layers + 4.0 * states * size.layers
+    rounds = run.bfloat16 and not size.adapters
     return Estimate(
-        weights=4.0 * weights,
-        gradients=4.0 * weights,
-        optimizer=MOMENTS[run.optimizer] * weights,
-        gathered=gathered,
-        rounded=4.0 * size.outside / shards if run.bfloat16 else 0.0,
+        weights=held.bytes,
+        gradients=4.0 * held.trained,
+        optimizer=MOMENTS[run.optimizer] * held.trained,
+        gathered=_gathered(size, narrow) if shards > 1 else _copies(size, narrow),
+        rounded=4.0 * size.outside.all / shards if rounds else 0.0,
         activations=of_layers,
         head=4.0 * (kept_elements(states) + 2 * rows * size.vocabulary + states),
-        frozen=sum(_frozen_bytes(one, run.shape, narrow) for one in run.frozen),
+        frozen=sum(_frozen_bytes(one, run, narrow) for one in run.frozen),
     )
 
 
-def _held(size: ModelSize, shape: MeshShape) -> float:
+def _held(size: ModelSize, shape: MeshShape) -> Weights:
     """Weights that one rank holds: layers are sharded over the ranks of a part, the rest over all
     ranks of a copy."""
-    return size.in_layers / (shape.shards // shape.tp) + size.outside / shape.shards
+    return size.in_layers * (shape.tp / shape.shards) + size.outside * (1 / shape.shards)
 
 
-def _frozen_bytes(size: ModelSize, shape: MeshShape, narrow: float) -> float:
-    """A model without gradients: in its forward, a layer and the next one are gathered."""
-    units = size.largest_layer * 2 * narrow + size.outside * 4.0
-    return 4.0 * _held(size, shape) + (units if shape.shards > 1 else 0.0)
+def _gathered(size: ModelSize, narrow: float) -> float:
+    """Bytes of a layer, the next one, its gradient, and the sum's buffer; the other unit stays
+    gathered. With adapters layers are gathered in the types that a rank holds."""
+    layer, outside = size.largest_layer, size.outside
+    of_layers = layer.bytes if size.adapters else narrow * layer.all
+    gradient = 4.0 if size.adapters else narrow
+    return (
+        2 * of_layers + layer.trained * (gradient + 4.0) + 4.0 * outside.all + 8.0 * outside.trained
+    )
+
+
+def _copies(size: ModelSize, narrow: float) -> float:
+    """Bytes of the matrices in the type of autocast, kept for a pass."""
+    return (size.in_layers.all - size.in_layers.narrow) * narrow if narrow < 4.0 else 0.0
+
+
+def _frozen_bytes(size: ModelSize, run: Run, narrow: float) -> float:
+    """A model without gradients: in its forward, a layer and the next one are gathered. A rank
+    reads its shard in float32."""
+    shards, held = run.shape.shards, _held(size, run.shape)
+    if shards == 1:
+        return held.bytes
+    return 4.0 * held.all + 2 * narrow * size.largest_layer.all + 4.0 * size.outside.all
 
 
 def fitting(size: ModelSize, run: Run, *, device_bytes: float) -> Run | None:
@@ -268,8 +357,21 @@ def _alternatives(run: Run) -> Iterator[Run]:
                 yield replace(run, shape=shape, recompute=recompute)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(local(one).numel() for one in module.parameters())
+def _count(module: nn.Module, *, narrow: Sequence[Tensor]) -> Weights:
+    """The weights that this part holds; `narrow` has the matrices that are kept in 16 bits if they
+    are frozen."""
+    matrices = {id(one) for one in narrow}
+    own = [(local(one).numel(), one) for one in module.parameters()]
+    frozen = [(count, one) for count, one in own if not one.requires_grad]
+    return Weights(
+        all=sum(count for count, _ in own),
+        trained=sum(count for count, one in own if one.requires_grad),
+        narrow=sum(count for count, one in frozen if id(one) in matrices),
+    )
+
+
+def _sum(several: Iterable[Weights]) -> Weights:
+    return sum(several, start=Weights())
 
 
 def _rule_of_thumb(config: Any, layers: int, *, bfloat16: bool, tp: int) -> float:

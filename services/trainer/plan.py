@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
@@ -20,6 +21,8 @@ from forge.core.errors import ForgeError, InvalidArgument
 from forge.rl.config import OPTIMIZERS
 from services.trainer.memory_plan import GIB, Estimate, ModelSize, Run, estimate, fitting, size_of
 from services.trainer.mesh import MeshSettings
+from services.trainer.model.lora import ALL_LINEAR
+from services.trainer.setting_tables import LoraSettings
 
 MOST_RANKS = 4096
 """Largest world that is tried when a run does not fit."""
@@ -28,7 +31,8 @@ MOST_RANKS = 4096
 def plan(options: argparse.Namespace) -> str:
     """The lines to print. Raises `InvalidArgument` for a model or a mesh that does not exist."""
     bfloat16 = options.autocast == "bfloat16"
-    size = _size("--model", options.model, bfloat16=bfloat16, tp=options.tp)
+    lora = _lora(options)
+    size = _size("--model", options.model, bfloat16=bfloat16, tp=options.tp, lora=lora)
     others = {"--reference": options.reference, "--teacher": options.teacher}
     mesh = MeshSettings(
         dp_replicate=options.dp_replicate,
@@ -44,7 +48,7 @@ def plan(options: argparse.Namespace) -> str:
         recompute=options.recompute_activations,
         optimizer=options.optimizer,
         frozen=tuple(
-            _size(name, path, bfloat16=bfloat16, tp=options.tp)
+            _size(name, path, bfloat16=bfloat16, tp=options.tp, frozen=True)
             for name, path in others.items()
             if path
         ),
@@ -62,18 +66,27 @@ def plan(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _size(option: str, path: Path, *, bfloat16: bool, tp: int) -> ModelSize:
+def _lora(options: argparse.Namespace) -> LoraSettings | None:
+    if not options.lora_rank:
+        return None
+    targets = tuple(options.lora_targets.split(","))
+    return LoraSettings(rank=options.lora_rank, targets=targets)
+
+
+def _size(option: str, path: Path, **settings: Any) -> ModelSize:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{option} {path}: {error}") from error
-    return size_of(config, bfloat16=bfloat16, tp=tp)
+    return size_of(config, **settings)
 
 
 def _of_model(size: ModelSize) -> str:
     source = "counted" if size.exact else "rule of thumb: its experts need values"
+    trained = size.in_layers.trained / 1e6
+    adapters = f", {trained:.2f} million of them trained" if size.adapters else ""
     return (
-        f"{size.weights / 1e9:.2f} billion weights in {size.layers} layers; activations "
+        f"{size.weights / 1e9:.2f} billion weights in {size.layers} layers{adapters}; activations "
         f"{size.activation_bytes / 1e6:.2f} MB per token ({source})"
     )
 
@@ -134,6 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--autocast", choices=("none", "bfloat16"), default="bfloat16", help="type of the backbone")
     add("--recompute-activations", action="store_true", help="as trainer.recompute_activations")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--lora-rank", type=int, default=0, help="rank of adapters (lora.rank); 0: none")
+    add(
+        "--lora-targets",
+        default=ALL_LINEAR,
+        help="linear layers with adapters, separated by commas (lora.targets)",
+    )
     return parser
 
 

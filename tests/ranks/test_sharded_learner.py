@@ -156,6 +156,37 @@ def test_checkpoint_of_four_ranks_continues_on_one_and_two(
         two.stopped()
 
 
+@pytest.mark.parametrize("mesh", [SHARDS[1], PARTS[1]])
+def test_frozen_matrices_of_16_bits_are_divided_like_others(
+    tmp_path: Path, mesh: MeshSettings
+) -> None:
+    """The step on adapters of a base in bfloat16 is that of one process, up to the order of sums in
+    16 bits; matrices without adapters are published as they are in the directory."""
+    model_path = tmp_path / "model"
+    tiny_model("qwen3_moe", torch.bfloat16).save_pretrained(model_path)
+    lora = LoraSettings(rank=2, alpha=8.0, targets=("q_proj", "o_proj"))
+    types: dict[str, Any] = {
+        "autocast": "bfloat16",
+        "publish_dtype": "float32",
+        "lora": lora,
+        "optimizer": OptimizerConfig(learning_rate=1e-3),
+    }
+    two = started_learner(model_path, tmp_path, ranks=2, mesh=mesh, **types)
+    try:
+        alone = started_learner(model_path, tmp_path / "alone", **types)
+        one, shared = step(alone, 1), step(two, 1)
+        assert shared.loss == pytest.approx(one.loss, rel=1e-2)
+        assert shared.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
+        expected, published = sent(alone), sent(two)
+    finally:
+        two.stopped()
+    base = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+    for name, found in published.items():
+        changed = not torch.equal(found, base[name].float())
+        assert changed == ("q_proj" in name or "o_proj" in name), name
+        assert torch.allclose(found, expected[name], atol=2.5e-3), name
+
+
 def test_rank_reads_the_trees_of_its_data_group_alone(model_path: Path, tmp_path: Path) -> None:
     """Ranks of one data group read the same trees, and all groups together each tree once."""
     file = tmp_path / "log"

@@ -45,7 +45,9 @@ from services.trainer.model.placement import (
     backbone_dtype,
     compile_for_trees,
     local_rank,
+    place,
     recompute,
+    without_weights,
 )
 from services.trainer.model.teacher import check_teacher
 
@@ -267,20 +269,21 @@ class ModelReplica:
             self._learner.mtp.heads.load_tensors(heads)
 
     def _load(self, path: Path) -> Any:
-        """The model in a directory; without weights yet if the world shards it. With LoRA whole:
-        PEFT's adapters and the base's fingerprint need the weights."""
+        """The model in a directory, in host memory; without weights yet if the world shards it.
+        With LoRA whole: PEFT's adapters and the base's fingerprint need the weights."""
         if self._world.shape.sharded and not self._config.lora.rank:
             return empty_model(path)
-        return load_model(path, device=self._device)
+        return load_model(path)
 
     def _policy(self, model: Any, path: Path, *, balance_coef: float = 0.0) -> TreePolicy:
         autocast = backbone_dtype(self._config.autocast, self._device)
+        place(model, device=self._device, autocast=autocast)
         policy = TreePolicy(model, autocast=autocast, balance_coef=balance_coef)
         try:
             policy.spread(self._world, narrow=self._narrow(policy))
         except InvalidArgument as error:
             raise ConfigError(f"model_path = {str(path)!r}: {error}") from error
-        if any(one.is_meta for one in model.parameters()):
+        if without_weights(model):
             fill_shards(model, path, self._world, self._device)
         return policy
 

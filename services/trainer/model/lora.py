@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from forge.core.errors import ConfigError
 from forge.rl.model.policy import TreePolicy
+from forge.rl.numerics import wide_modules
 from forge.rl.parallel.world import whole
 from forge.rl.tree.batch import TreeBatch
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, own_tensors, tied_names
@@ -33,6 +34,9 @@ _ADAPTER = "default"
 _CONFIG_FILE = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _SAMPLED_ELEMENTS = 4096
+_FUSED_OUTPUT = "out_proj"
+_FUSED_OUTPUTS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Types of models whose kernels on a GPU read the weight of this layer themselves."""
 ALL_LINEAR = "all-linear"
 
 
@@ -48,7 +52,7 @@ class LoraTrainee(Trainee):
         self._tied = tied_names(model)
         self.base = _fingerprint(own)
         self._alpha = settings.alpha
-        self._config = _inject(model, settings, model_path)
+        self._config = inject(model, settings, model_path)
         super().__init__(model)
         self._layers: dict[str, Any] = {
             f"{name}.weight": layer
@@ -134,8 +138,11 @@ def _delta(layer: Any) -> Tensor:
     return whole(up) @ whole(down) * float(layer.scaling[_ADAPTER])
 
 
-def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
-    """Insert adapters into the model; returns PEFT's description of them."""
+def inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
+    """Insert adapters into the model and freeze the rest; returns PEFT's description of them.
+
+    Raises `ConfigError` without PEFT, and for targets that the model does not have.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -148,6 +155,7 @@ def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        "exclude_modules": _excluded(model, targets) or None,
         "base_model_name_or_path": str(model_path),
         "task_type": "CAUSAL_LM",
     }
@@ -168,6 +176,16 @@ def _inject(model: Any, settings: LoraSettings, model_path: Path) -> str:
         for key, value in config.to_dict().items()
     }
     return json.dumps(written, indent=2, default=str)
+
+
+def _excluded(model: Any, targets: Sequence[str]) -> list[str]:
+    """Linear layers that cannot have adapters: routers, whose results are no product alone, and of
+    all layers those that PEFT refuses."""
+    routers = {id(one) for one in wide_modules(model)} - {id(model.get_output_embeddings())}
+    names = [name for name, one in model.named_modules() if id(one) in routers]
+    if targets == [ALL_LINEAR] and model.config.model_type in _FUSED_OUTPUTS:
+        names.append(_FUSED_OUTPUT)
+    return names
 
 
 def _linear_targets(model: Any, described: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,6 +16,8 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.recomputation import recompute_activations
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import World
+from services.trainer.model.lora import inject
+from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import make_sample
 from tests.support.rl.worlds import planned
 
@@ -47,10 +50,14 @@ def peak_bytes(step: Callable[[], object]) -> int:
     return peak
 
 
-def measured_bytes(world: World, *, recompute: bool = False, frozen: int = 0) -> int:
+def measured_bytes(
+    world: World, *, recompute: bool = False, frozen: int = 0, lora: LoraSettings | None = None
+) -> int:
     """Of this rank at the peak of a whole step, in float32, with two `frozen` models of the same
     size beside the policy: a reference and a teacher."""
     model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
+    if lora is not None:
+        inject(model, lora, Path())
     if recompute:
         recompute_activations(model)
     coef = 0.1 if frozen else 0.0
@@ -75,9 +82,10 @@ def measured_bytes(world: World, *, recompute: bool = False, frozen: int = 0) ->
     )
     learner.step(batch, weight_version=1)  # allocates the moments
     peak = peak_bytes(lambda: learner.step(batch, weight_version=1))
-    weights = sum(local(one).numel() * 4 for one in model.parameters())
+    sizes = [(local(one).numel() * 4, one.requires_grad) for one in model.parameters()]
+    weights, trained = sum(size for size, _ in sizes), sum(size for size, own in sizes if own)
     # Weights, moments and frozen models; the step allocates the rest.
-    return (3 + frozen) * weights + peak
+    return (1 + frozen) * weights + 2 * trained + peak
 
 
 def _frozen() -> TreePolicy:

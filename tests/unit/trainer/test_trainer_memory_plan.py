@@ -13,28 +13,59 @@ from forge.core.errors import InvalidArgument
 from forge.rl.config import MeshShape
 from forge.rl.parallel.world import World
 from services.trainer import plan
-from services.trainer.memory_plan import Run, estimate, fitting, size_of
+from services.trainer.memory_plan import Run, Weights, estimate, fitting, size_of
+from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import tiny_model
 from tests.support.trainer.memory import SHAPE, TOKENS, measured_bytes
 
+LORA = LoraSettings(rank=8)
+
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("recompute", "frozen"), [(False, 0), (True, 0), (True, 2)])
-def test_estimate_is_close_to_the_measured_peak(recompute: bool, frozen: int) -> None:
-    """Of a whole step, in float32, with and without a reference and a teacher: between the peak and
-    a third more."""
-    measured = measured_bytes(World(), recompute=recompute, frozen=frozen)
-    size = size_of(Qwen3Config(**SHAPE), bfloat16=False)
+@pytest.mark.parametrize(
+    ("recompute", "frozen", "lora"),
+    [(False, 0, None), (True, 0, None), (True, 2, None), (False, 0, LORA), (True, 0, LORA)],
+)
+def test_estimate_is_close_to_the_measured_peak(
+    recompute: bool, frozen: int, lora: LoraSettings | None
+) -> None:
+    """Of a whole step, in float32, with and without a reference, a teacher and adapters: between
+    the peak and a third more."""
+    measured = measured_bytes(World(), recompute=recompute, frozen=frozen, lora=lora)
+    size = size_of(Qwen3Config(**SHAPE), bfloat16=False, lora=lora)
+    other = size_of(Qwen3Config(**SHAPE), bfloat16=False, frozen=True)
     run = Run(
         shape=MeshShape(),
         context=TOKENS,
         bfloat16=False,
         recompute=recompute,
-        frozen=(size,) * frozen,
+        frozen=(other,) * frozen,
     )
     found = estimate(size, run)
     print(f"measured {measured}, estimated {found.total:.0f}")
     assert measured <= found.total <= measured * 1.33
+
+
+def test_adapters_leave_frozen_matrices_in_16_bits() -> None:
+    """Where the model directory has them so; gradients and moments are of adapters alone, on shards
+    too, and no layer's gradient is gathered."""
+    whole = size_of(Qwen3Config(**SHAPE, dtype="bfloat16"), bfloat16=True)
+    wide = size_of(Qwen3Config(**SHAPE, dtype="float32"), bfloat16=True, lora=LORA)
+    size = size_of(Qwen3Config(**SHAPE, dtype="bfloat16"), bfloat16=True, lora=LORA)
+    factors = 8 * sum(
+        sum(shape) for shape in ((128, 128), (128, 64), (128, 64), (128, 128), *[(128, 384)] * 3)
+    )
+    assert size.in_layers.trained == SHAPE["num_hidden_layers"] * factors
+    assert size.outside == Weights(all=whole.outside.all)
+    assert size.activation_bytes < whole.activation_bytes
+    matrices = whole.in_layers.all - SHAPE["num_hidden_layers"] * (2 * 128 + 2 * 32)
+    assert size.in_layers.narrow == matrices and wide.in_layers.narrow == 0
+    for shape in (MeshShape(), MeshShape(dp_shard=2)):
+        run = Run(shape=shape, context=64)
+        full, narrow, other = (estimate(one, run) for one in (whole, size, wide))
+        assert narrow.weights < other.weights < full.weights * 1.2
+        assert narrow.gradients * 2 == narrow.optimizer < full.optimizer / 5
+        assert narrow.gathered < full.gathered
 
 
 def test_shards_divide_what_they_hold() -> None:
@@ -57,7 +88,7 @@ def test_parts_divide_layers_and_their_activations() -> None:
     for config in (Qwen3Config(**SHAPE), Qwen3MoeConfig(**SHAPE, num_experts=8)):
         whole, part = size_of(config, bfloat16=True), size_of(config, bfloat16=True, tp=2)
         assert part.weights == whole.weights and part.outside == whole.outside
-        assert whole.in_layers / 2 < part.in_layers < whole.in_layers * 0.52
+        assert whole.in_layers.all / 2 < part.in_layers.all < whole.in_layers.all * 0.52
         assert whole.activation_bytes / 2 < part.activation_bytes < whole.activation_bytes * 0.75
         one = estimate(whole, Run(shape=MeshShape(dp_shard=2), context=4096))
         two = estimate(part, Run(shape=shape, context=4096))
@@ -65,8 +96,8 @@ def test_parts_divide_layers_and_their_activations() -> None:
         assert two.optimizer == 2 * two.weights and two.gathered < one.gathered
     few = size_of(Qwen3MoeConfig(**SHAPE, num_experts=7), bfloat16=True, tp=2)
     assert (
-        few.in_layers
-        > 0.8 * size_of(Qwen3MoeConfig(**SHAPE, num_experts=7), bfloat16=True).in_layers
+        few.in_layers.all
+        > 0.8 * size_of(Qwen3MoeConfig(**SHAPE, num_experts=7), bfloat16=True).in_layers.all
     )
 
 
@@ -104,6 +135,10 @@ def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--reference" in capsys.readouterr().err
     assert plan.main([*arguments, "0.2"]) == 0
     assert "change: 2 ranks, mesh.dp_shard = 2" in capsys.readouterr().out
+    assert plan.main([*arguments, "4", "--lora-rank", "8", "--lora-targets", "q_proj,o_proj"]) == 0
+    assert "0.02 million of them trained" in capsys.readouterr().out
+    assert plan.main([*arguments, "4", "--lora-rank", "8", "--lora-targets", "w_proj"]) == 2
+    assert "lora.targets = ['w_proj']" in capsys.readouterr().err
     assert plan.main([*arguments, "4", "--tp", "2"]) == 0
     assert "mesh.dp_shard = 1, mesh.cp = 1, mesh.tp = 2" in capsys.readouterr().out
     assert plan.main([*arguments[:2], "--world", "3", *arguments[4:], "4", "--tp", "3"]) == 2

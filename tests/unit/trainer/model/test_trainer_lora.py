@@ -14,16 +14,20 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconH1Config, PhimoeConfig
 
 from forge.core.errors import ConfigError
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
+from forge.rl.model.small_config import small_config
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.model.full_weights import load_model
+from services.trainer.model.lora import LoraTrainee
 from services.trainer.published.publisher import Snapshot
 from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import make_sample, tiny_model
@@ -149,6 +153,50 @@ def test_lora_reference_is_the_base_without_adapters(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_frozen_matrices_of_16_bits_change_no_step(
+    family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Base and teacher of a directory in bfloat16 keep their matrices in it: gradients, metrics and
+    published weights are bit for bit those of float32 matrices. Adapters are trained in float32."""
+    path, teacher = tmp_path / "model", tmp_path / "teacher"
+    model = tiny_model(family, torch.bfloat16)
+    model.save_pretrained(path)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(teacher)
+    settings = {
+        "autocast": "bfloat16",
+        "publish_dtype": "float32",
+        "objective": ObjectiveConfig(kl_coef=0.3, teacher_coef=0.2),
+        "teacher_path": str(teacher),
+        "lora": replace(LORA, targets=("q_proj", "o_proj")),
+    }
+    narrow = learner(path, tmp_path / "narrow", **settings)
+    monkeypatch.setattr("services.trainer.model.placement.store_frozen_narrow", lambda *_: None)
+    wide = learner(path, tmp_path / "wide", **settings)
+    for _ in range(2):
+        one, other = step(narrow), step(wide)
+        assert one.skipped == "" and one.loss == other.loss and one.stats == other.stats
+    found, expected = sent(narrow), sent(wide)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    for policy in (narrow._replica._learner.policy, narrow._replica._teacher):
+        assert policy is not None
+        types = {name: each.dtype for name, each in policy.model.named_parameters()}
+        of_16_bits = {name for name, kind in types.items() if kind == torch.bfloat16}
+        assert of_16_bits == {name for name in types if "_proj" in name and "lora" not in name}
+
+
+def test_matrices_that_16_bits_would_change_stay(model_path: Path, tmp_path: Path) -> None:
+    """Those of a model in float32: the published weights are its own."""
+    actor = learner(model_path, tmp_path, autocast="bfloat16", publish_dtype="float32")
+    assert step(actor).skipped == ""
+    base = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+    tensors = sent(actor)
+    assert all(torch.equal(tensors[name], base[name]) for name in tensors if "k_proj" in name)
+
+
 @pytest.mark.parametrize("other", ["base", "rank", "alpha"])
 def test_checkpoint_of_other_adapters_is_refused(
     trained: tuple[LearnerActor, Path], model_path: Path, tmp_path: Path, other: str
@@ -206,6 +254,20 @@ def test_adapters_of_a_mixture_of_experts_are_of_its_linear_layers(tmp_path: Pat
     changed = {name for name in before if not torch.equal(published[name], before[name])}
     attention = [f"self_attn.{one}_proj.weight" for one in "qkvo"]
     assert changed == {f"model.layers.{layer}.{one}" for layer in range(2) for one in attention}
+
+
+@pytest.mark.parametrize(
+    ("config", "without"), [(PhimoeConfig(), "router"), (FalconH1Config(), "out_proj")]
+)
+def test_all_linear_leaves_out_what_cannot_have_adapters(config: Any, without: str) -> None:
+    """Routers, whose results are no product alone, and layers that PEFT refuses; trees are exact
+    with the others."""
+    model = AutoModelForCausalLM.from_config(small_config(config), dtype=torch.float32)
+    assert any(name.endswith(without) for name, _ in model.named_modules())
+    trainee = LoraTrainee(model.eval(), LoraSettings(rank=2), model_path=Path())
+    adapted = {name.partition(".lora_")[0] for name in trainee.master()}
+    assert adapted and not any(name.endswith(without) for name in adapted)
+    check_policy(TreePolicy(model))
 
 
 def test_adapters_of_experts_are_refused_in_one_line(tmp_path: Path) -> None:
