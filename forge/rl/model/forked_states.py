@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from forge.core.errors import InvalidArgument
 from forge.rl import scans
@@ -155,7 +156,7 @@ class _NodeCache:
         return compute(arguments)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Inputs of the convolution before the first token, [B, C, at most the kernel's size]."""
+        """Inputs of the convolution before the first token, [B, C, kernel]."""
         return self._before.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -178,10 +179,12 @@ class _NodeCache:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """The inputs with those before them."""
+        """The inputs with those before them. A state of fewer tokens than the kernel has zeros
+        before them, as in transformers' cache, so that the states of all nodes have one size."""
         before = self._before.get(("conv", state_idx))
         whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        self.after["conv", state_idx] = whole[..., -(conv_kernel_size or whole.shape[-1]) :]
+        size = conv_kernel_size or whole.shape[-1]
+        self.after["conv", state_idx] = pad(whole[..., -size:], (max(0, size - whole.shape[-1]), 0))
         return whole
 
     def update_recurrent_state(

@@ -8,6 +8,7 @@ trees, relayed in parts. `make properties` computes their whole product. Ranks a
 from __future__ import annotations
 
 from functools import cache
+from random import Random
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.support.rl.models import (
     CAP,
     Gradient,
     gradients,
+    make_sample,
     reference_gradient,
     relative_errors,
     tiny_model,
@@ -117,6 +119,22 @@ def test_merged_gradients_are_exact_in_fp64(family: str, kind: str, way: str) ->
     with wide_norms():
         expected = reference(family, torch.float64, kind)
         found = errors(family, torch.float64, forest(kind), way, expected)
+    assert max(found) <= 1e-12
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_prompts_shorter_than_a_convolution_are_exact(family: str) -> None:
+    """Two of different lengths in one pass: what follows each begins with a state of its own."""
+    rng = Random(3)
+    prompts = ([1], [2, 3])
+    samples = [
+        make_sample([*prompt, token, 5, 6], (len(prompt), len(prompt) + 3), rng=rng)
+        for prompt in prompts
+        for token in (7, 8)
+    ]
+    with wide_norms():
+        expected = reference_gradient(tiny_model(family, torch.float64), samples)
+        found = errors(family, torch.float64, samples, "whole", expected)
     assert max(found) <= 1e-12
 
 

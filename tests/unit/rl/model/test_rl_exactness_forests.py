@@ -49,7 +49,13 @@ SAMPLES = 200 if FUZZ else 60
 ROOTS, LONGEST = 8, 10
 UNSPLIT = 1 << 30
 # What takes longest comes up less often.
-FAMILIES = ("qwen3", "qwen3", "qwen3", "gemma3", *(["falcon_h1"] if FUZZ else []))
+FAMILIES = (
+    "qwen3",
+    "qwen3",
+    "qwen3",
+    "gemma3",
+    *(["falcon_h1", "qwen3_next", "mamba"] if FUZZ else []),
+)
 EXPERTS = "qwen3_moe"
 BALANCE = 0.1
 BUDGETS = (UNSPLIT, UNSPLIT, UNSPLIT, 12, 12, 3, 1)
