@@ -389,10 +389,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def relative_errors(actual: Gradient, expected: Gradient) -> tuple[float, float]:
     """Of the loss, and the largest of any parameter's gradient.
 
-    A gradient that is zero but for rounding is measured against a thousandth of the largest.
+    A gradient that is zero but for rounding is measured against a thousandth of the largest, or 1.
     """
     assert actual.of.keys() == expected.of.keys()
-    floor = 1e-3 * max(expected.scale.values())
+    floor = 1e-3 * max(expected.scale.values()) or 1.0
     loss_error = abs(actual.loss - expected.loss) / expected.loss_scale
     return loss_error, max(
         float((actual.of[name] - expected.of[name]).norm()) / max(expected.scale[name], floor)
