@@ -18,7 +18,7 @@ Owns which parameters are matrices, and the patches of modules that autocast doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -122,13 +122,17 @@ def store_narrow(model: nn.Module, dtype: torch.dtype) -> None:
         buffer.data = _widened(buffer.data)
 
 
-def store_frozen_narrow(model: nn.Module, dtype: torch.dtype) -> None:
+def store_frozen_narrow(
+    model: nn.Module, dtype: torch.dtype, *, lossless: Callable[[nn.Parameter], bool] | None = None
+) -> None:
     """Keep frozen matrices in `dtype` where this changes no value, as for those of a model
     directory of that type: passes in it compute the same with half the memory. Passes in a wider
-    type widen the matrices of one layer at a time."""
+    type widen the matrices of one layer at a time. `lossless` decides for matrices without values
+    yet."""
     narrow: set[int] = set()
-    for one in matrices(model):
-        if not one.requires_grad and torch.equal((kept := one.data.to(dtype)).to(one.dtype), one):
+    for one in (each for each in matrices(model) if not each.requires_grad):
+        kept = one.data.to(dtype)
+        if lossless(one) if lossless else torch.equal(kept.to(one.dtype), one):
             one.data = kept
             narrow.add(id(one))
     for module in _layers_and_others(model):

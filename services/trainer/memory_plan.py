@@ -300,7 +300,7 @@ def estimate(size: ModelSize, run: Run) -> Estimate:
         rounded=4.0 * size.outside.all / shards if rounds else 0.0,
         activations=of_layers,
         head=4.0 * (kept_elements(states) + 2 * rows * size.vocabulary + states),
-        frozen=sum(_frozen_bytes(one, run, narrow) for one in run.frozen),
+        frozen=sum(_frozen_bytes(one, run.shape, narrow) for one in run.frozen),
     )
 
 
@@ -326,13 +326,10 @@ def _copies(size: ModelSize, narrow: float) -> float:
     return (size.in_layers.all - size.in_layers.narrow) * narrow if narrow < 4.0 else 0.0
 
 
-def _frozen_bytes(size: ModelSize, run: Run, narrow: float) -> float:
-    """A model without gradients: in its forward, a layer and the next one are gathered. A rank
-    reads its shard in float32."""
-    shards, held = run.shape.shards, _held(size, run.shape)
-    if shards == 1:
-        return held.bytes
-    return 4.0 * held.all + 2 * narrow * size.largest_layer.all + 4.0 * size.outside.all
+def _frozen_bytes(size: ModelSize, shape: MeshShape, narrow: float) -> float:
+    """A model without gradients: in its forward, a layer and the next one are gathered."""
+    units = size.largest_layer.all * 2 * narrow + size.outside.bytes
+    return _held(size, shape).bytes + (units if shape.shards > 1 else 0.0)
 
 
 def fitting(size: ModelSize, run: Run, *, device_bytes: float) -> Run | None:

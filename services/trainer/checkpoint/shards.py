@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -152,10 +152,19 @@ def sizes_in(files: Sequence[Path]) -> dict[str, list[int]]:
 
     Raises `OSError` and `SafetensorError` for damaged files.
     """
+    return {name: list(about.size) for name, about in _described(files).items()}
+
+
+def types_in(files: Sequence[Path]) -> dict[str, torch.dtype]:
+    """Types of the tensors in safetensors files, by name; as `sizes_in`."""
+    return {name: about.properties.dtype for name, about in _described(files).items()}
+
+
+def _described(files: Sequence[Path]) -> dict[str, TensorStorageMetadata]:
     if not files:
         return {}
-    found = _Reader(files).read_metadata().state_dict_metadata
-    return {name: list(about.size) for name, about in found.items()}  # type: ignore[union-attr]
+    found: dict[str, Any] = _Reader(files).read_metadata().state_dict_metadata
+    return found
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from services.trainer.batches.reading import ReadBatch
 from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.replica_state import ReplicaState
-from services.trainer.learner.sharded_start import empty_model, fill_shards
+from services.trainer.learner.sharded_start import empty_model, fill_shards, place, without_weights
 from services.trainer.model.full_weights import Trainee, load_model
 from services.trainer.model.host_copies import host_copies
 from services.trainer.model.lora import LoraTrainee
@@ -45,9 +45,7 @@ from services.trainer.model.placement import (
     backbone_dtype,
     compile_for_trees,
     local_rank,
-    place,
     recompute,
-    without_weights,
 )
 from services.trainer.model.teacher import check_teacher
 
@@ -238,6 +236,7 @@ class ModelReplica:
         if self._config.recompute_activations:
             recompute(model)
         policy = self._policy(model, self._model_path, balance_coef=self._config.balance_coef)
+        self._trainee.begin(self._config.seed)
         if self._config.compile_layers:
             compile_for_trees(model, autocast=policy.autocast, sharded=self._world.shape.sharded)
         if self._config.routing_replay.enabled:
@@ -269,15 +268,12 @@ class ModelReplica:
             self._learner.mtp.heads.load_tensors(heads)
 
     def _load(self, path: Path) -> Any:
-        """The model in a directory, in host memory; without weights yet if the world shards it.
-        With LoRA whole: PEFT's adapters and the base's fingerprint need the weights."""
-        if self._world.shape.sharded and not self._config.lora.rank:
-            return empty_model(path)
-        return load_model(path)
+        """The model in a directory, in host memory; without weights yet if the world shards it."""
+        return empty_model(path) if self._world.shape.sharded else load_model(path)
 
     def _policy(self, model: Any, path: Path, *, balance_coef: float = 0.0) -> TreePolicy:
         autocast = backbone_dtype(self._config.autocast, self._device)
-        place(model, device=self._device, autocast=autocast)
+        place(model, path, device=self._device, autocast=autocast)
         policy = TreePolicy(model, autocast=autocast, balance_coef=balance_coef)
         try:
             policy.spread(self._world, narrow=self._narrow(policy))

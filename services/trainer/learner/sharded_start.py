@@ -1,7 +1,8 @@
-"""The starting weights of ranks that shard a model, without a copy of it on each rank.
+"""The starting weights of a rank; of ranks that shard a model, without a copy of it on each.
 
-Owns a model whose parameters have no memory, and filling their shards. `forge.rl.parallel.sharding`
-divides the parameters in between: their memory is that of the shards.
+Owns a model whose parameters have no memory, filling their shards, and the types that frozen
+weights have. `forge.rl.parallel.sharding` divides the parameters in between: their memory is that
+of the shards.
 
     files with the model's own names    each rank reads the ranges of its shards
     other names or formats, which       rank 0 loads the whole model, and sends each tensor
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forge.core.errors import DataLoss, InvalidArgument
+from forge.rl.numerics import store_frozen_narrow
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import World
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.shards import fill, sizes_in
+from services.trainer.checkpoint.shards import fill, sizes_in, types_in
 from services.trainer.model.full_weights import load_model, own_tensors, require_model
+from services.trainer.model.lora import base_name, base_tensors
 
 
 def empty_model(path: Path) -> Any:
@@ -71,6 +74,39 @@ def _parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def place(model: Any, path: Path, *, device: torch.device, autocast: torch.dtype | None) -> None:
+    """Move the model of the directory `path` to a device, with frozen matrices in the type of
+    autocast where this changes no value. An `empty_model` stays without memory.
+
+    Raises `InvalidArgument` for damaged files.
+    """
+    empty = without_weights(model)
+    if autocast is not None and not all(one.requires_grad for one in model.parameters()):
+        lossless = _same_in_files(model, path, autocast) if empty else None
+        store_frozen_narrow(model, autocast, lossless=lossless)
+    if not empty:
+        model.to(device)
+
+
+def without_weights(model: Any) -> bool:
+    """Whether `fill_shards` has still to give the model its weights."""
+    return any(one.is_meta for one in model.parameters())
+
+
+def _same_in_files(model: Any, path: Path, dtype: torch.dtype) -> Callable[[nn.Parameter], bool]:
+    """Whether the files have a parameter in a type; where their names are others, whether they have
+    all in it."""
+    with _as_invalid(path):
+        files = weight_files(path)
+        types = types_in(files)
+        names = _names_in_files(model, base_tensors(model), sizes_in(files))
+    if names is None:
+        every = {*types.values()} == {dtype}
+        return lambda one: every
+    own = {id(one): base_name(name) for name, one in model.named_parameters()}
+    return lambda one: types[names[own[id(one)]]] == dtype
+
+
 def fill_shards(model: Any, path: Path, world: World, device: torch.device) -> None:
     """Give a sharded `empty_model` memory on `device`, and the weights in the directory `path`. All
     ranks call it.
@@ -78,20 +114,26 @@ def fill_shards(model: Any, path: Path, world: World, device: torch.device) -> N
     Raises `InvalidArgument` for damaged files.
     """
     _allocate(model, device)
-    tensors = own_tensors(model)
-    try:
+    tensors = base_tensors(model)
+    with _as_invalid(path):
         files = weight_files(path)
         names = _names_in_files(model, tensors, sizes_in(files))
         if names is not None:
             fill({names[name]: tensor for name, tensor in tensors.items()}, files)
             return
-    except (OSError, SafetensorError, ValueError, KeyError, DataLoss) as error:
-        raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
     source: dict[str, Tensor] = {}
     if world.rank == 0:
         log.info("weights_sent_by_rank_0", model_path=str(path))
         source = own_tensors(load_model(path))
     _send(tensors, source)
+
+
+@contextmanager
+def _as_invalid(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, KeyError, DataLoss) as error:
+        raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
@@ -142,8 +184,8 @@ def _send(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
     """Fill tensors from the whole ones of rank 0, one at a time."""
     ranks = dist.get_world_size()
     for name, tensor in tensors.items():
-        whole = source[name] if source else torch.empty(tensor.shape, dtype=tensor.dtype)
-        sent = whole.to(tensor.device)
+        whole = source[name] if source else torch.empty(tensor.shape)
+        sent = whole.to(tensor.device, tensor.dtype)
         divided = tensor if isinstance(tensor, DTensor) else None
         # Rank 0 is in one of several meshes where parts of a layer (`mesh.tp`) share a tensor.
         scatters = divided is not None and divided.device_mesh.size() == ranks

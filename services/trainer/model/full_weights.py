@@ -40,6 +40,9 @@ class Trainee:
         """Whether adapters are trained, and not the weights."""
         return bool(self.adapter_file)
 
+    def begin(self, seed: int) -> None:
+        """Called on all ranks once the model has its weights."""
+
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors to publish, one at a time and not yet rounded, with the names and shapes of
         the model directory."""
@@ -129,5 +132,5 @@ def _identified(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, int]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
         # A rank's part of a small tensor may be empty, and empty tensors share an address.
-        sharded = isinstance(tensor, DTensor)
-        yield name, tensor, id(parameters[name]) if sharded else tensor.data_ptr()
+        addressless = isinstance(tensor, DTensor) or tensor.is_meta
+        yield name, tensor, id(parameters[name]) if addressless else tensor.data_ptr()

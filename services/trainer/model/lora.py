@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from forge.core.errors import ConfigError
 from forge.rl.model.policy import TreePolicy
 from forge.rl.numerics import wide_modules
+from forge.rl.parallel.sharding import as_sharded, local
 from forge.rl.parallel.world import whole
 from forge.rl.tree.batch import TreeBatch
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee, own_tensors, tied_names
@@ -47,10 +49,8 @@ class LoraTrainee(Trainee):
 
     def __init__(self, model: Any, settings: LoraSettings, *, model_path: Path) -> None:
         """Raises `ConfigError` without PEFT, and for invalid targets."""
-        own = own_tensors(model)
-        self._shapes = {name: one.shape for name, one in own.items()}
+        self._shapes = {name: one.shape for name, one in own_tensors(model).items()}
         self._tied = tied_names(model)
-        self.base = _fingerprint(own)
         self._alpha = settings.alpha
         self._config = inject(model, settings, model_path)
         super().__init__(model)
@@ -61,12 +61,22 @@ class LoraTrainee(Trainee):
         }
 
     @torch.no_grad()
+    def begin(self, seed: int) -> None:
+        """Give adapters their first values, the same in every world, and note the base."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self._layers.values():
+            down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+            first = torch.empty(down.shape, dtype=down.dtype)
+            torch.nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
+            local(down).copy_(local(as_sharded(first, down)))
+            local(up).zero_()
+        plain = base_tensors(self.model)
+        self.base = _fingerprint({name: plain[name] for name in self._shapes})
+
+    @torch.no_grad()
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """The merged weights W + alpha/rank B A, in the float32 of the master weights."""
-        plain = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in own_tensors(self.model).items()
-        }
+        plain = base_tensors(self.model)
         for name in self._shapes:
             layer = self._layers.get(name)
             if layer is None:
@@ -107,6 +117,17 @@ class LoraTrainee(Trainee):
     def sidecars(self) -> Mapping[str, str]:
         """PEFT's description of the adapters, by file name."""
         return {f"{ADAPTER_DIRECTORY}/{_CONFIG_FILE}": self._config}
+
+
+def base_name(name: str) -> str:
+    """Name without adapters of a tensor of a model with them; "" for an adapter."""
+    return "" if ".lora_" in name else name.replace(".base_layer.", ".")
+
+
+def base_tensors(model: Any) -> dict[str, Tensor]:
+    """Like `own_tensors` before adapters were inserted, if there are any."""
+    named = {base_name(name): one for name, one in own_tensors(model).items()}
+    return {name: one for name, one in named.items() if name}
 
 
 class BaseReference:
@@ -212,10 +233,10 @@ def _linear_targets(model: Any, described: Mapping[str, Any]) -> Any:
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Digest of names, shapes and a sample of each tensor: it distinguishes trainings of one model
-    and is quick for many gigabytes."""
+    and is quick for many gigabytes. Ranks gather divided ones."""
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
-        flat = tensor.detach().reshape(-1)
+        flat = whole(tensor.detach()).reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].float().cpu().contiguous()
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(sample.numpy().tobytes())

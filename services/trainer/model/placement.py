@@ -15,24 +15,8 @@ from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.model.compiled import compile_layers
 from forge.rl.model.precision import computes_bfloat16
 from forge.rl.model.recomputation import recompute_activations
-from forge.rl.numerics import store_frozen_narrow
 from services.trainer.config import TrainerConfig
 from services.trainer.torchrun_rank import under_torchrun
-
-
-def place(model: Any, *, device: torch.device, autocast: torch.dtype | None) -> None:
-    """Move a model to its device; matrices that no step changes are kept in the type of autocast.
-    One without weights stays."""
-    if without_weights(model):
-        return
-    if autocast is not None:
-        store_frozen_narrow(model, autocast)
-    model.to(device)
-
-
-def without_weights(model: Any) -> bool:
-    """Whether a model is still to be filled (`services.trainer.learner.sharded_start`)."""
-    return any(one.is_meta for one in model.parameters())
 
 
 def recompute(model: Any) -> None:

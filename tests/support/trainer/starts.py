@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N -m tests.support.trainer.starts [HIDDEN]
 
 Prints, on rank 0, one JSON object. For each family "<family> equal": 1 if every parameter, buffer
-and tie of the sharded start is that of the whole model, bit for bit, on every rank. With HIDDEN,
+and tie of the sharded start is that of the whole model, bit for bit, on every rank; "<family>
+frozen": the same of a frozen model of a directory in bfloat16, types included. With HIDDEN,
 the width of a larger model: "whole peak_mb" and "sharded peak_mb", by how much the largest
 resident size of a rank grows at the start, and "weights_mb", in float32.
 """
@@ -27,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forge.rl.config import MeshShape
 from forge.rl.model.policy import TreePolicy
 from forge.rl.parallel.world import World, make_world, whole
-from services.trainer.learner.sharded_start import empty_model, fill_shards
+from services.trainer.learner.sharded_start import empty_model, fill_shards, place
 from services.trainer.model.full_weights import load_model, own_tensors, tied_names
 from tests.support.rl.models import tiny_model
 
@@ -36,16 +37,24 @@ FAMILIES = ("llama", "qwen3", "gemma3", "qwen3_moe", "mixtral", "qwen3_next")
 CPU = torch.device("cpu")
 
 
-def sharded(path: Path, world: World) -> Any:
-    model = empty_model(path)
+def sharded(path: Path, world: World, *, frozen: bool = False) -> Any:
+    model = _frozen(empty_model(path), path) if frozen else empty_model(path)
     TreePolicy(model).spread(world)
     fill_shards(model, path, world, CPU)
     return model
 
 
-def equal(path: Path, world: World) -> bool:
+def _frozen(model: Any, path: Path) -> Any:
+    place(model.requires_grad_(False), path, device=CPU, autocast=torch.bfloat16)
+    return model
+
+
+def equal(path: Path, world: World, *, frozen: bool = False) -> bool:
     """On this rank; all ranks gather every tensor."""
-    model, expected = sharded(path, world), load_model(path)
+    model = sharded(path, world, frozen=frozen)
+    expected = _frozen(load_model(path), path) if frozen else load_model(path)
+    types = {one.dtype for one in expected.parameters()}
+    assert types == ({torch.bfloat16, torch.float32} if frozen else {torch.float32})
     same = tied_names(model) == tied_names(expected)
     own = {name: whole(one.detach()) for name, one in own_tensors(model).items()}
     for found, wanted in (
@@ -84,6 +93,7 @@ def prepared(folder: Path, hidden: int) -> None:
     """Write the models, as rank 0."""
     for family in FAMILIES:
         tiny_model(family, torch.float32).save_pretrained(folder / family)
+        tiny_model(family, torch.bfloat16).save_pretrained(folder / "narrow" / family)
     if hidden:
         config = LlamaConfig(
             hidden_size=hidden,
@@ -111,6 +121,8 @@ def main() -> None:
     found: dict[str, float] = {}
     for family in FAMILIES:
         found[f"{family} equal"] = 1 - largest(0.0 if equal(folder / family, world) else 1.0)
+        narrow = equal(folder / "narrow" / family, world, frozen=True)
+        found[f"{family} frozen"] = 1 - largest(0.0 if narrow else 1.0)
     if hidden:
         large = folder / "large"
         found["weights_mb"] = (large / "model.safetensors").stat().st_size * 2 / 1e6

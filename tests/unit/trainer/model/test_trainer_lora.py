@@ -173,7 +173,9 @@ def test_frozen_matrices_of_16_bits_change_no_step(
         "lora": replace(LORA, targets=("q_proj", "o_proj")),
     }
     narrow = learner(path, tmp_path / "narrow", **settings)
-    monkeypatch.setattr("services.trainer.model.placement.store_frozen_narrow", lambda *_: None)
+    monkeypatch.setattr(
+        "services.trainer.learner.sharded_start.store_frozen_narrow", lambda *_, **__: None
+    )
     wide = learner(path, tmp_path / "wide", **settings)
     for _ in range(2):
         one, other = step(narrow), step(wide)
