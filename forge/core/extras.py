@@ -53,9 +53,10 @@ def missing_packages(extras: Collection[str]) -> set[str]:
     return missing
 
 
-def require_extra(extra: str) -> None:
-    """Raises `ConfigError` if a package of the extra is missing."""
-    if missing := missing_packages([extra]):
+def require_extra(extra: str, *, packages: Collection[str] = ()) -> None:
+    """Raises `ConfigError` if a package of the extra is missing, or one of these `packages`."""
+    missing = missing_packages([extra])
+    if missing := missing & {*packages} if packages else missing:
         raise ConfigError(_remedy(", ".join(sorted(missing)), extra))
 
 

@@ -10,6 +10,7 @@ import asyncio
 from collections import defaultdict
 from pathlib import Path
 
+from forge.agents.environments import get_domain
 from forge.agents.sandbox.program_sandbox import SANDBOX
 from forge.cli.connection import CONNECT_S
 from forge.cli.local_run.dataset import held_out_tasks
@@ -40,6 +41,7 @@ async def preflight(plan: StackPlan, preset: Preset, *, model: str, campaign: bo
             lambda: _require_model(model),
             lambda: _require_own_ports(plan),
             lambda: _require_domains(plan, preset) if campaign else None,
+            lambda: _require_agents(preset) if campaign else None,
             lambda: held_out_tasks(preset.domains, seed=0, count=1, attempts=1, tag=""),
             *(lambda extra=extra: require_extra(extra) for extra in extras if extra != "agents"),
         ]
@@ -86,6 +88,13 @@ def _require_domains(plan: StackPlan, preset: Preset) -> None:
                     f"{service}.{key} = {table!r}: this run has no domain {', '.join(unknown)}; "
                     f"it has {', '.join(preset.domains)}"
                 )
+
+
+def _require_agents(preset: Preset) -> None:
+    """Raises `ConfigError` without the SDK of the agent in the runner's process. Of the extra's
+    other packages the runner needs none: bubblewrap may be the system's."""
+    if any(get_domain(name).scaffold == "blackbox" for name in preset.domains):
+        require_extra("agents", packages=["openai"])
 
 
 async def _etcd(plan: StackPlan) -> list[ForgeError]:

