@@ -18,8 +18,8 @@ Owns which parameters are matrices, and the patches of modules that autocast doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.rl import scans
 
@@ -126,44 +125,12 @@ def store_frozen_narrow(
     model: nn.Module, dtype: torch.dtype, *, lossless: Callable[[nn.Parameter], bool] | None = None
 ) -> None:
     """Keep frozen matrices in `dtype` where this changes no value, as for those of a model
-    directory of that type: passes in it compute the same with half the memory. Passes in a wider
-    type widen the matrices of one layer at a time. `lossless` decides for matrices without values
-    yet."""
-    narrow: set[int] = set()
+    directory of that type: passes in it compute the same with half the memory. `lossless` decides
+    for matrices without values yet."""
     for one in (each for each in matrices(model) if not each.requires_grad):
-        kept = one.data.to(dtype)
-        if lossless(one) if lossless else torch.equal(kept.to(one.dtype), one):
-            one.data = kept
-            narrow.add(id(one))
-    for module in _layers_and_others(model):
-        places = [
-            (inner, name)
-            for inner in module.modules()
-            for name, one in inner.named_parameters(recurse=False)
-            if id(one) in narrow
-        ]
-        if places:
-            module.forward = partial(_in_type_of_input, module, places)
-
-
-def _layers_and_others(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that are layers, or have matrices outside of any."""
-    for module in model.children():
-        if isinstance(module, GradientCheckpointingLayer) or _matrices_of(module):
-            yield module
-        else:
-            yield from _layers_and_others(module)
-
-
-def _in_type_of_input(
-    module: nn.Module, places: Sequence[tuple[nn.Module, str]], *given: Any, **named: Any
-) -> Any:
-    kind = matrix_type(given[0])
-    with ExitStack() as stack:
-        for inner, name in places:
-            if (one := inner._parameters[name]) is not None and one.dtype != kind:
-                stack.enter_context(with_parameters(inner, {name: one.to(kind)}))
-        return type(module).forward(module, *given, **named)
+        narrow = one.data.to(dtype)
+        if lossless(one) if lossless else torch.equal(narrow.to(one.dtype), one):
+            one.data = narrow
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -15,7 +15,7 @@ from forge.client.stored.rollout_tables import note_tables
 from forge.client.task_files import read_tasks
 from forge.core.errors import Unavailable
 from forge.core.routes import RouteShape
-from forge.rl.model.policy import attention_channels
+from forge.rl.model.capabilities import attention_channels
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.tasks import cancel_and_wait

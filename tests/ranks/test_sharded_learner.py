@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from forge.cli.local_run.models.kept import read_kept
 from forge.core.errors import ResourceExhausted
-from forge.rl.config import OptimizerConfig
+from forge.rl.config import ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from forge.rl.parallel.placing import placed
@@ -152,6 +152,37 @@ def test_checkpoint_of_four_ranks_continues_on_one_and_two(
         assert same(stored(save(two, 3), lora), kept)
         after, again = step(two, 7), step(single, 7)
         assert after.loss == pytest.approx(again.loss, rel=1e-5)
+    finally:
+        two.stopped()
+
+
+@pytest.mark.parametrize("mesh", [SHARDS[1], PARTS[1]])
+def test_ranks_with_the_types_of_a_gpu_train_like_one_process(
+    tmp_path: Path, mesh: MeshSettings
+) -> None:
+    """Layers are gathered in bfloat16, and widened for the check before training; a reference of a
+    directory in bfloat16 keeps its matrices so."""
+    model_path, reference = tmp_path / "model", tmp_path / "reference"
+    model = tiny_model("llama", torch.bfloat16)
+    model.save_pretrained(model_path)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    model.save_pretrained(reference)
+    types: dict[str, Any] = {
+        "autocast": "bfloat16",
+        "publish_dtype": "bfloat16",
+        "reference_path": str(reference),
+        "objective": ObjectiveConfig(kl_coef=0.3),
+    }
+    two = started_learner(model_path, tmp_path, ranks=2, mesh=mesh, **types)
+    try:
+        one, shared = (
+            step(started_learner(model_path, tmp_path / "alone", **types), 1),
+            step(two, 1),
+        )
+        assert one.stats.reference_kl > 0.01
+        assert shared.stats.reference_kl == pytest.approx(one.stats.reference_kl, rel=2e-2)
+        assert shared.loss == pytest.approx(one.loss, rel=1e-2)
     finally:
         two.stopped()
 

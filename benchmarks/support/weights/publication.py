@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from forge.core.prefix_tree import Sample
 from forge.rl.learner.batch_plan import BatchPlan, plan_batch
-from forge.rl.model.policy import attention_channels
+from forge.rl.model.capabilities import attention_channels
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.coordination import Coordinator
 from services.trainer.actors.learner import LearnerActor, TakeSnapshot

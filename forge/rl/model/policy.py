@@ -28,15 +28,16 @@ from forge.rl.model.attention_switch import AttentionSwitch
 from forge.rl.model.backbone import Backbone
 from forge.rl.model.capabilities import (
     Way,
+    attention_channels,
     forget_lengths,
     logits_of,
     pair_cost,
     prefix_cost,
     weight_of,
 )
-from forge.rl.model.capabilities import attention_channels as attention_channels
 from forge.rl.model.forked_states import NO_PARTS, fork_states, tree_input
 from forge.rl.model.head_logprobs import distributions, edge_columns
+from forge.rl.model.narrow_layers import widen_in_wide_passes
 from forge.rl.model.replay import Replay, start_replay
 from forge.rl.model.shared_rows import shared_columns
 from forge.rl.parallel.context_parallel import (
@@ -121,6 +122,7 @@ class TreePolicy:
                     f"mesh.tp = {world.shape.tp} is not allowed for {self.family}: {reason}"
                 )
         if world.meshes is not None:
+            widen_in_wide_passes(self.model)
             shard(self._entry, world, narrow=narrow)
 
     def run(self, compute: Callable[[], T]) -> T:
@@ -232,8 +234,7 @@ class TreePolicy:
         return bare
 
     def replay_routes(self, compute: Callable[[], Tensor]) -> None:
-        """Replay recorded experts from now on. Parameters and errors are those of
-        `start_replay`."""
+        """Replay recorded experts from now on. Takes and raises what `start_replay` does."""
         with self.attention.stock():
             self.replay = self.run(lambda: start_replay(self.model, compute))
 

@@ -24,14 +24,14 @@ def recompute_activations(model: Any) -> None:
     """
     enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
     (enable or model.gradient_checkpointing_enable)(
-        {"use_reentrant": False, "context_fn": _recomputed}
+        {"use_reentrant": False, "context_fn": recomputed}
     )
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
 
 
-def _recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """`context_fn` of torch.utils.checkpoint: the recomputation has the routes, the tree and the
     attention of the forward."""
     forward, routes = recomputed_with_routes()

@@ -1,0 +1,61 @@
+"""Layers whose weights are in 16 bits, in passes that compute in a wider type.
+
+Frozen matrices may be kept in 16 bits (`numerics.store_frozen_narrow`), and ranks may gather
+layers in them (`forge.rl.parallel.sharding`). Training computes in that type, but the check before
+it does not. Owns the weights of such passes: a layer widens its own, and in the backward once more,
+so that no copy of the model is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from forge.rl.model.recomputation import recomputed
+from forge.rl.numerics import is_narrow, matrix_type, with_parameters
+
+
+def widen_in_wide_passes(model: nn.Module) -> None:
+    """Let each layer, and each linear layer outside of them, widen its weights. Idempotent."""
+    for module in _outermost(model):
+        module.forward = partial(_forward, module)
+
+
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.children():
+        if isinstance(module, GradientCheckpointingLayer | nn.Linear):
+            yield module
+        else:
+            yield from _outermost(module)
+
+
+def _forward(module: nn.Module, *given: Any, **named: Any) -> Any:
+    own = partial(type(module).forward, module)
+    kind = matrix_type(given[0] if given else next(iter(named.values())))
+    if is_narrow(kind) or not any(_narrow(module)):
+        return own(*given, **named)
+    wide = partial(_widened, module, kind)
+    if not torch.is_grad_enabled():
+        return wide(*given, **named)
+    return checkpoint(wide, *given, use_reentrant=False, context_fn=recomputed, **named)
+
+
+def _widened(module: nn.Module, kind: torch.dtype, *given: Any, **named: Any) -> Any:
+    with ExitStack() as stack:
+        for inner, name, one in list(_narrow(module)):
+            stack.enter_context(with_parameters(inner, {name: one.to(kind)}))
+        return type(module).forward(module, *given, **named)
+
+
+def _narrow(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for inner in module.modules():
+        for name, one in inner._parameters.items():
+            if one is not None and is_narrow(one.dtype):
+                yield inner, name, one
