@@ -156,17 +156,26 @@ def test_checkpoint_of_four_ranks_continues_on_one_and_two(
         two.stopped()
 
 
-@pytest.mark.parametrize("mesh", [SHARDS[1], PARTS[1]])
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("llama", SHARDS[1]),
+        ("llama", PARTS[1]),
+        ("qwen3_moe", SHARDS[1]),
+        ("qwen3_moe", PARTS[1]),
+        ("falcon_h1", SHARDS[1]),
+    ],
+)
 def test_ranks_with_the_types_of_a_gpu_train_like_one_process(
-    tmp_path: Path, mesh: MeshSettings
+    tmp_path: Path, family: str, mesh: MeshSettings
 ) -> None:
     """Layers are gathered in bfloat16, and widened for the check before training; a reference of a
     directory in bfloat16 keeps its matrices so."""
     model_path, reference = tmp_path / "model", tmp_path / "reference"
-    model = tiny_model("llama", torch.bfloat16)
+    model = tiny_model(family, torch.bfloat16)
     model.save_pretrained(model_path)
     with torch.no_grad():
-        model.model.norm.weight.mul_(1.5)
+        model.get_output_embeddings().weight.mul_(1.5)
     model.save_pretrained(reference)
     types: dict[str, Any] = {
         "autocast": "bfloat16",
