@@ -159,13 +159,11 @@ def wide_modules(model: nn.Module) -> list[nn.Module]:
 def _matrices_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """Those of a linear layer, its bias too, or of several experts in one tensor [experts, out,
     in]."""
-    experts = "Expert" in type(module).__name__
-    if not experts and not isinstance(module, nn.Linear):
+    linear = isinstance(module, nn.Linear)
+    if not linear and "Expert" not in type(module).__name__:
         return {}
     own = module.named_parameters(recurse=False)
-    return {
-        name: one for name, one in own if one.is_floating_point() and (one.ndim == 3 or not experts)
-    }
+    return {name: one for name, one in own if one.is_floating_point() and (linear or one.ndim == 3)}
 
 
 def _in_float32(module: nn.Module, *given: Any, **named: Any) -> Any:
@@ -181,9 +179,10 @@ def _widened(value: Any) -> Any:
 
 
 def _in_matrix_type(module: nn.Module, *given: Any, **named: Any) -> Any:
-    kind = matrix_type(given[0])
     rounded = {
-        name: one.to(kind) for name, one in _matrices_of(module).items() if one.dtype != kind
+        name: one.to(kind)
+        for name, one in _matrices_of(module).items()
+        if one.dtype != (kind := matrix_type(one))
     }
     with with_parameters(module, rounded):
         return type(module).forward(module, *given, **named)
