@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,8 +15,6 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.recomputation import recompute_activations
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import World
-from services.trainer.model.lora import inject
-from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import make_sample
 from tests.support.rl.worlds import planned
 
@@ -51,13 +48,18 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
 
 def measured_bytes(
-    world: World, *, recompute: bool = False, frozen: int = 0, lora: LoraSettings | None = None
+    world: World,
+    *,
+    recompute: bool = False,
+    frozen: int = 0,
+    adapt: Callable[[Any], object] | None = None,
 ) -> int:
     """Of this rank at the peak of a whole step, in float32, with two `frozen` models of the same
-    size beside the policy: a reference and a teacher."""
+    size beside the policy: a reference and a teacher. `adapt` inserts adapters; it is the caller's,
+    since `tests.support.rl.ranks` imports no service."""
     model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
-    if lora is not None:
-        inject(model, lora, Path())
+    if adapt is not None:
+        adapt(model)
     if recompute:
         recompute_activations(model)
     coef = 0.1 if frozen else 0.0

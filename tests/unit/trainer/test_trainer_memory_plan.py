@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from forge.rl.config import MeshShape
 from forge.rl.parallel.world import World
 from services.trainer import plan
 from services.trainer.memory_plan import Run, Weights, estimate, fitting, size_of
+from services.trainer.model.lora import inject
 from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import tiny_model
 from tests.support.trainer.memory import SHAPE, TOKENS, measured_bytes
@@ -31,7 +33,8 @@ def test_estimate_is_close_to_the_measured_peak(
 ) -> None:
     """Of a whole step, in float32, with and without a reference, a teacher and adapters: between
     the peak and a third more."""
-    measured = measured_bytes(World(), recompute=recompute, frozen=frozen, lora=lora)
+    adapt = partial(inject, settings=lora, model_path=Path()) if lora else None
+    measured = measured_bytes(World(), recompute=recompute, frozen=frozen, adapt=adapt)
     size = size_of(Qwen3Config(**SHAPE), bfloat16=False, lora=lora)
     other = size_of(Qwen3Config(**SHAPE), bfloat16=False, frozen=True)
     run = Run(
