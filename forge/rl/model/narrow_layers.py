@@ -19,13 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.rl.model.recomputation import recomputed
-from forge.rl.numerics import is_narrow, matrix_type, with_parameters
+from forge.rl.numerics import is_narrow, matrix_type, wide_modules, with_parameters
 
 
 def widen_in_wide_passes(model: nn.Module) -> None:
-    """Let each layer, and each linear layer outside of them, widen its weights. Idempotent."""
+    """Let each layer, and each linear layer outside of them, widen its weights. Idempotent. The
+    head is wide, and has a forward of its own (`numerics.patch`)."""
+    wide = wide_modules(model)
     for module in _outermost(model):
-        module.forward = partial(_forward, module)
+        if module not in wide:
+            module.forward = partial(_forward, module)
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
