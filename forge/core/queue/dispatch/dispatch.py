@@ -112,8 +112,9 @@ class Dispatch:
             self.list_group(group)
         elif group.phase is Phase.RUNNING:
             for index, rollout in enumerate(group.rollouts):
+                # Also of one in back-off, whose entry may still be listed.
+                rollout.listed = False
                 if rollout.phase is RolloutPhase.READY:
-                    rollout.listed = False
                     self.list_rollout(Slot.of(group, index))
 
     def first_group(

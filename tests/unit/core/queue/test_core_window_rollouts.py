@@ -258,6 +258,16 @@ def test_unreachable_shard_keeps_its_groups() -> None:
     assert lease(queue) == ["a:0:0", "c:0:0"]
 
 
+def test_rollout_in_back_off_follows_its_group_to_another_shard() -> None:
+    """Its entry in the order of leases was for the former shard."""
+    queue = make_queue(retry_backoff_s=5.0)
+    add(queue, make_group("a", 0))
+    assert lease(queue, 1) == ["a:0:0"]
+    assert fail(queue, "a:0:0")
+    queue.ledger.relocate({TaskId("a"): None}, source="s0", target="s1")
+    assert lease(queue, now_s=5.0) == ["a:0:1"]
+
+
 def test_new_leader_adopts_renewed_claims() -> None:
     """A change of leader loses no running work: runners renew, and keep their rollouts."""
     queue = make_queue(term=1, hold_s=10.0)
