@@ -154,7 +154,7 @@ fuzz-http: setup  ## Requests to a real gateway by its OpenAPI document, EXAMPLE
 properties: setup  ## Property tests with new random examples, ROUNDS times over
 	@for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \
-		$(PY) -m pytest -n 2 -m hypothesis --hypothesis-profile=fuzz tests/unit || exit 1; \
+		$(PY) -m pytest -n 2 -m hypothesis --hypothesis-profile=fuzz --timeout 1800 tests/unit || exit 1; \
 	done
 
 # A version that the advisory service does not know, or a service out of reach, is a failure.

@@ -38,14 +38,14 @@ class Optimizers:
         parameters by AdamW at a scaled rate.
 
         Raises `InvalidArgument` when the optimizer's package is missing, and for sharded parameters
-        with another optimizer than adamw.
+        with muon.
         """
         self.name = config.name
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        if config.name != "adamw" and any(isinstance(p, DTensor) for p in self.parameters):
+        if config.name == "muon" and any(isinstance(p, DTensor) for p in self.parameters):
             raise InvalidArgument(
-                f"optimizer.name = {config.name!r} is not allowed with sharded parameters, since "
-                "it steps whole tensors: use 'adamw'"
+                "optimizer.name = 'muon' is not allowed with sharded parameters, since it steps "
+                "whole matrices: use 'adamw' or 'adamw_8bit'"
             )
         matrices = _backbone_matrices(model) if config.name == "muon" else []
         taken = {id(parameter) for parameter in matrices}
@@ -120,7 +120,13 @@ class Optimizers:
         parts = []
         for part, own in zip(self._parts, state["parts"], strict=True):
             parameters = _parameters(part)
-            moments = {at: placed(one, parameters[at]) for at, one in own["state"].items()}
+            moments = {
+                at: {
+                    name: placed(one, _like(part, name, parameters[at]))
+                    for name, one in values.items()
+                }
+                for at, values in own["state"].items()
+            }
             parts.append({**own, "state": moments})
         return {**state, "parts": parts}
 
@@ -186,7 +192,7 @@ def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim
     if config.name != "adamw_8bit":
         return torch.optim.AdamW(groups, betas=config.betas, fused=True)
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from forge.rl.adamw_8bit import AdamW8bit
     except ImportError as error:
         raise InvalidArgument(
             "optimizer.name = 'adamw_8bit' needs the package bitsandbytes: "
@@ -194,3 +200,8 @@ def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, betas=config.betas)
     return optimizer
+
+
+def _like(part: torch.optim.Optimizer, name: str, parameter: Tensor) -> Tensor:
+    """A tensor that is divided like a value of a parameter's state."""
+    return part.like(name, parameter) if hasattr(part, "like") else parameter
