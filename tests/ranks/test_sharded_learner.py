@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from forge.cli.local_run.models.kept import read_kept
 from forge.core.errors import ResourceExhausted
-from forge.rl.config import ObjectiveConfig, OptimizerConfig
+from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig, RoutingReplayConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from forge.rl.parallel.placing import placed
-from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
+from services.trainer.actors.learner import DescribeRoutes, LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.files import mapped
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.reading import fill_learner, master_weights, read_learner
@@ -26,6 +26,8 @@ from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.mesh import MeshSettings
 from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import make_sample, tiny_model
+from tests.support.rl.routed import with_routes
+from tests.support.rl.worlds import credited
 from tests.support.runtime.log_lines import log_lines
 from tests.support.trainer.learners import started_learner
 
@@ -194,6 +196,63 @@ def test_ranks_with_the_types_of_a_gpu_train_like_one_process(
         assert shared.loss == pytest.approx(one.loss, rel=1e-2)
     finally:
         two.stopped()
+
+
+@pytest.mark.parametrize("mesh", [SHARDS[1], PARTS[1]])
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_ranks_that_replay_experts_train_every_weight(
+    tmp_path: Path, mesh: MeshSettings, autocast: Any
+) -> None:
+    """The forward that finds the routers leaves the parameters divided."""
+    model_path = saved("qwen3_moe", tmp_path / "model")
+    before = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+    settings: dict[str, Any] = {
+        "autocast": autocast,
+        "publish_dtype": "float32" if autocast == "none" else "bfloat16",
+        "optimizer": OptimizerConfig(learning_rate=1e-2),
+        "routing_replay": RoutingReplayConfig(enabled=True),
+    }
+    two = started_learner(model_path, tmp_path, ranks=2, mesh=mesh, **settings)
+    try:
+        alone = started_learner(model_path, tmp_path / "alone", **settings)
+        one, shared = (replaying_step(actor) for actor in (alone, two))
+        assert shared.loss == pytest.approx(one.loss, rel=1e-5 if autocast == "none" else 1e-2)
+        assert shared.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)
+        for name, found in sent(two).items():
+            assert not torch.equal(found.float(), before[name]), name
+    finally:
+        two.stopped()
+
+
+def replaying_step(actor: LearnerActor) -> StepResult:
+    shape = actor.receive(DescribeRoutes())
+    samples = with_routes(credited(), shape)
+    plan = plan_batch(samples, token_budget=40, channels=16, route_shape=shape)
+    result: StepResult = actor.receive(Take(plan=plan, weight_version=1))
+    assert result.skipped == ""
+    return result
+
+
+def test_ranks_draw_the_same_draft_heads(tmp_path: Path) -> None:
+    """Rank 0 alone loads a model whose names are converted, and draws numbers meanwhile."""
+    model_path = saved("qwen3_next", tmp_path / "model")
+    settings: dict[str, Any] = {
+        "publish_dtype": "float32",
+        "optimizer": OptimizerConfig(learning_rate=1e-3),
+        "mtp": MtpConfig(heads=1, learning_rate=1e-3),
+    }
+    two = started_learner(model_path, tmp_path, ranks=2, mesh=SHARDS[1], **settings)
+    try:
+        alone = started_learner(model_path, tmp_path / "alone", **settings)
+        for actor in (alone, two):
+            step(actor, 0)
+        expected, found = sent(alone), sent(two)
+    finally:
+        two.stopped()
+    names = tiny_model("qwen3_next", torch.float32).state_dict()
+    heads = [name for name in found if name not in names]
+    assert len(heads) > 1
+    assert all(torch.allclose(found[name], expected[name], atol=2e-5) for name in heads)
 
 
 @pytest.mark.parametrize("mesh", [SHARDS[1], PARTS[1]])

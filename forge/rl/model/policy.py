@@ -235,7 +235,7 @@ class TreePolicy:
 
     def replay_routes(self, compute: Callable[[], Tensor]) -> None:
         """Replay recorded experts from now on. Takes and raises what `start_replay` does."""
-        with self.attention.stock():
+        with torch.no_grad(), self.attention.stock():
             self.replay = self.run(lambda: start_replay(self.model, compute))
 
     def pass_tokens(self, batch: TreeBatch) -> int:

@@ -70,7 +70,9 @@ class GatheredPrefix:
     """States of recurrent layers, if the model has some."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values with the prefix before them. All ranks call it in layer order."""
+        """Keys and values with the prefix before them, in the type of the values, as attention
+        takes them. All ranks call it in layer order."""
+        key = key.to(value.dtype)
         if not self.size:
             return key, value
         keys, values = _Exchanged.apply(key, value, self)  # type: ignore[no-untyped-call]

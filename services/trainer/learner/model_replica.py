@@ -249,6 +249,8 @@ class ModelReplica:
             f"teacher_path = {self._config.teacher_path!r}": self._teacher,
         }
         self._policies = {name: one for name, one in paths.items() if isinstance(one, TreePolicy)}
+        # Some ranks draw numbers while they load; new heads must be the same on all.
+        torch.manual_seed(self._config.seed)
         self._learner = Learner(
             policy,
             self._config.learner(),
