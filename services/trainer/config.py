@@ -175,12 +175,32 @@ class TrainerConfig(ServiceConfig):
                 "rank then has all weights, and rank 0 publishes them"
             )
         check_reading(self.read_from, self.rank_token_file, self.mesh_shape)
-        if self.mesh_shape.sharded and self.optimizer.name != "adamw":
-            raise InvalidArgument(
-                f"optimizer.name = {self.optimizer.name} is not allowed with mesh.dp_shard = "
-                f"{self.mesh.dp_shard}, mesh.tp = {self.mesh.tp}: it steps whole tensors; use adamw"
-            )
+        self._check_devices()
         self._check_parts()
+
+    def _check_devices(self) -> None:
+        shape = self.mesh_shape
+        if ":" in self.device and shape.ranks > 1:
+            kind = self.device.partition(":")[0]
+            raise InvalidArgument(
+                f"device = {self.device} is not allowed with {shape.ranks} ranks: all would share "
+                f"one device; use {kind}, which gives each rank its own"
+            )
+        mesh = f"mesh.dp_shard = {self.mesh.dp_shard}, mesh.tp = {self.mesh.tp}"
+        if shape.sharded and self.optimizer.name == "muon":
+            raise InvalidArgument(
+                f"optimizer.name = muon is not allowed with {mesh}: it steps whole matrices; use "
+                "adamw or adamw_8bit"
+            )
+        if not self.compile_layers:
+            return
+        if shape.sharded or self.lora.rank:
+            other = mesh if shape.sharded else f"lora.rank = {self.lora.rank}"
+            raise InvalidArgument(f"compile_layers = True is not allowed with {other}")
+        if self.autocast == "none":
+            raise InvalidArgument(
+                "compile_layers = True is not allowed with autocast = none: use bfloat16"
+            )
 
     def _check_parts(self) -> None:
         dropout = self.lora.rank and self.lora.dropout
