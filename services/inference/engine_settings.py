@@ -31,7 +31,11 @@ class TensorRtLlmSettings:
     """Most cache events that wait for the worker; 0: no events, and routers estimate the cached
     blocks."""
     transceiver: Literal["NIXL", "UCX", "MOONCAKE"] = "NIXL"
-    """Transport of keys and values from prefill to decode, in the roles prefill and decode."""
+    """Transport of keys and values from prefill to decode, in the roles prefill and decode, and in
+    both with take_hand_offs."""
+    take_hand_offs: bool = False
+    """Role both: sample prompts of prefill workers, too. The engine then has a transceiver, whose
+    buffer of transfer_tokens takes GPU memory. false: it computes each prompt itself."""
     transfer_tokens: Annotated[int, Meta(ge=0)] = 0
     """Tokens that fit the transfer buffer, at least the longest prompt; 0: the longest context."""
     cuda_graphs: bool = True

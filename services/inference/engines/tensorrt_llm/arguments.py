@@ -24,10 +24,10 @@ class Role(Enum):
     DECODE = "decode"
     BOTH = "both"
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether keys and values come from or go to another engine."""
-        return self is not Role.BOTH
+
+def transfers(role: Role, settings: TensorRtLlmSettings) -> bool:
+    """Whether keys and values come from or go to another engine, through a transceiver."""
+    return role is not Role.BOTH or settings.take_hand_offs
 
 
 def engine_arguments(
@@ -90,9 +90,9 @@ def _decode_arguments(
 def _role_arguments(
     library: Library, settings: TensorRtLlmSettings, *, role: Role, limits: ModelLimits
 ) -> dict[str, Any]:
-    """Arguments that the roles prefill and decode add."""
+    """Arguments of an engine that hands over or takes prompts."""
     found: dict[str, Any] = {}
-    if role.hands_over:
+    if transfers(role, settings):
         found["cache_transceiver_config"] = library.arguments.CacheTransceiverConfig(
             backend=settings.transceiver,
             max_tokens_in_buffer=settings.transfer_tokens or limits.context_tokens,
@@ -123,14 +123,16 @@ def _check(
         )
     if options.kv_store is not None:
         raise ConfigError("kv.store_dir: engine 'tensorrt_llm' shares no keys and values by files")
-    if role.hands_over:
-        _demand(library, Feature.DISAGGREGATION, f"role = {role.value!r}")
+    if transfers(role, settings):
+        both = role is Role.BOTH
+        setting = "tensorrt_llm.take_hand_offs = true" if both else f"role = {role.value!r}"
+        _demand(library, Feature.DISAGGREGATION, setting)
     if settings.mtp_layers:
         _demand(library, Feature.REJECTION_SAMPLING, "tensorrt_llm.mtp_layers")
         _demand(library, Feature.SEEDS, "tensorrt_llm.mtp_layers")
     if settings.cuda_graphs and Feature.CUDA_GRAPHS in library.features:
         _demand(library, Feature.CUDA_GRAPH_UPDATES, "tensorrt_llm.cuda_graphs = true")
-    if role.hands_over and 0 < settings.transfer_tokens < options.context_tokens:
+    if transfers(role, settings) and 0 < settings.transfer_tokens < options.context_tokens:
         raise ConfigError(
             f"tensorrt_llm.transfer_tokens = {settings.transfer_tokens}: prompts have up to "
             f"context_tokens = {options.context_tokens}"

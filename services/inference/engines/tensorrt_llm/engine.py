@@ -38,7 +38,7 @@ from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.answer import Answer
-from services.inference.engines.tensorrt_llm.arguments import Role, engine_arguments
+from services.inference.engines.tensorrt_llm.arguments import Role, engine_arguments, transfers
 from services.inference.engines.tensorrt_llm.cache_events import CacheEvents
 from services.inference.engines.tensorrt_llm.hand_off import (
     FINGERPRINT,
@@ -61,6 +61,8 @@ from services.inference.engines.tensorrt_llm.watch import watch_cache, watch_sta
 # A dead engine of the library ends the worker; its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
 _ID_BITS = 63
+_NOTHING = b"\0"
+"""In place of a hand-off; a span has at least one byte."""
 
 
 class _Owner(Actor):
@@ -99,7 +101,9 @@ class TensorRtLlm:
         self.limits: ModelLimits = read_limits(
             options.model_path, context_tokens=options.context_tokens
         )
-        self.capabilities = capabilities_of(llm.library.features)
+        self.capabilities = capabilities_of(
+            llm.library.features, transfers=transfers(role, settings)
+        )
         self.capacity = options.max_running
         self.stored_tokens = 0
         self.cache_reports = CacheLog()
@@ -185,18 +189,20 @@ class TensorRtLlm:
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
         """Return the hand-off of a held prompt, as bytes of this engine's kind: the keys and values
-        go through the library. Raises `NotFound`."""
+        go through the library. A prompt of the role both has none: decode reads it again. Raises
+        `NotFound`."""
         held = self._held.get(request_id)
-        if held is None or not held.hand_off:
+        if held is None:
             raise NotFound(f"no prompt is held for request {request_id!r}")
+        data = held.hand_off or _NOTHING
         return KvSpan(
             from_token=0,
             tokens=held.prompt_tokens,
             version=held.version,
             dtype="uint8",
-            shape=(len(held.hand_off),),
-            data=held.hand_off,
-            fingerprint=FINGERPRINT,
+            shape=(len(data),),
+            data=data,
+            fingerprint=FINGERPRINT if held.hand_off else b"",
         )
 
     def release(self, request_id: str) -> None:

@@ -28,20 +28,20 @@ CAPABILITIES = Capabilities(
     top_logprobs=MOST_TOP_LOGPROBS,
     cache_events=True,
 )
-"""Capabilities of a version with all features; see `capabilities_of`."""
+"""Capabilities of a version with all features, with a transceiver; see `capabilities_of`."""
 NO_END = -1
 """The library's own id for: no token ends the answer."""
 _SEED_BITS = 63
 _CANCELLED = "cancelled"
 
 
-def capabilities_of(features: Collection[Feature]) -> Capabilities:
-    """Return the abilities of a version with these features."""
-    hands_over = Feature.DISAGGREGATION in features
+def capabilities_of(features: Collection[Feature], *, transfers: bool) -> Capabilities:
+    """Return the abilities of a version with these features. `transfers`: whether the engine has a
+    transceiver."""
     return replace(
         CAPABILITIES,
-        roles=CAPABILITIES.roles if hands_over else frozenset({"both"}),
-        hand_offs=CAPABILITIES.hand_offs if hands_over else frozenset(),
+        roles=CAPABILITIES.roles if Feature.DISAGGREGATION in features else frozenset({"both"}),
+        hand_offs=CAPABILITIES.hand_offs if transfers else frozenset(),
         update="in_flight" if Feature.PAUSE in features else "drain",
         # Elsewhere log-probs are of the model's own distribution.
         cuts=Feature.PROCESSED_LOGPROBS in features,

@@ -16,7 +16,10 @@ from services.inference.engines.base import (
     Tokens,
 )
 from services.inference.engines.tensorrt_llm.arguments import Role
+from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
 from services.inference.engines.tensorrt_llm.hand_off import FINGERPRINT
+from services.inference.engines.tensorrt_llm.metrics import CONTINUED
+from services.inference.router.fleet.workers import Engine as Announced
 from tests.contract.engines import (
     GREEDY,
     SAMPLED,
@@ -212,3 +215,56 @@ async def test_lost_cache_event_resyncs(behaviour: Behaviour, model_path: Path) 
         await both(engine).sample(other)
         await until(lambda: engine._cache.cached_tokens(make_prompt(other, GREEDY).ids) == 40)
         assert engine._cache.cached_tokens(make_prompt(ids, GREEDY).ids) == 0
+
+
+async def test_role_both_gets_no_hand_off_that_it_cannot_take(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """Without a transceiver it declares none, so that no router pairs it with a prefill engine."""
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, Role.BOTH) as engine,
+    ):
+        assert core_of(engine).args.cache_transceiver_config is None
+        assert not announced(engine, "both").takes_from(announced(prefill, "prefill"))
+
+
+async def test_role_both_samples_prompts_of_prefill(behaviour: Behaviour, model_path: Path) -> None:
+    """With take_hand_offs a router may pair them: each prompt is computed once, and nothing stays
+    held. Its own prompts need no hand-off."""
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, Role.BOTH, take_hand_offs=True) as engine,
+    ):
+        assert announced(engine, "both").takes_from(announced(prefill, "prefill"))
+        await load(prefill, engine)
+        lost = CONTINUED.labels("lost")._value.get()
+        ids = prompt_ids(40)
+        for sampler in (Pair(prefill=prefill, decode=engine), both(engine)):
+            answer = await sampler.sample(ids)
+            assert is_greedy(reference("qwen3"), ids, answer.ids)
+            assert len(answer.ids) == 16
+        assert CONTINUED.labels("lost")._value.get() == lost
+        assert core_of(prefill).held == 0
+
+
+async def test_decode_reads_a_prompt_of_the_role_both_again(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """It runs on where it was read, until its release: there is no hand-off of it."""
+    async with (
+        started(model_path, Role.BOTH, take_hand_offs=True) as engine,
+        started(model_path, Role.DECODE) as decode,
+    ):
+        await load(engine, decode)
+        ids = prompt_ids(40)
+        answer = await Pair(prefill=engine, decode=decode).sample(ids)
+        assert is_greedy(reference("qwen3"), ids, answer.ids)
+        assert len(answer.ids) == 16
+        await engine.idle()
+        assert not core_of(engine).requests
+
+
+def announced(engine: TensorRtLlm, role: str) -> Announced:
+    """The engine as a router knows it."""
+    return Announced(role=role, able=engine.capabilities)

@@ -92,7 +92,10 @@ def test_raw_logprobs_allow_no_other_distribution(changed: dict[str, float]) -> 
 
 def test_abilities_follow_from_the_version() -> None:
     """1.2.1 has one role, drains, and has no cuts."""
-    old, new = (capabilities_of(library(version).features) for version in (OLD, TARGET))
+    old, new = (
+        capabilities_of(library(version).features, transfers=version == TARGET)
+        for version in (OLD, TARGET)
+    )
     assert old.roles == frozenset({"both"})
     assert old.hand_offs == frozenset()
     assert (old.update, old.cuts) == ("drain", False)
