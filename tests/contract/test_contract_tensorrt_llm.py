@@ -15,7 +15,6 @@ import pytest
 
 from services.inference.engines.tensorrt_llm.arguments import Role
 from tests.contract import (
-    engines,
     test_contract_engines,
     test_contract_passes,
     test_contract_top_logprobs,
@@ -63,14 +62,14 @@ async def two_engines(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
     """Starts a pair on the Qwen3-type model; a misuse of the library fails the test."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    reference("qwen3").save_pretrained(tmp_path)
     return lambda **options: _strict(two_engines(tmp_path, **options))
 
 
 @pytest.fixture
 def start_one(tmp_path: Path) -> Start:
     """As `start`, one engine in the role both."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    reference("qwen3").save_pretrained(tmp_path)
     return lambda **options: _strict(one_engine(tmp_path, **options))
 
 

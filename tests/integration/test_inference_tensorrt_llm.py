@@ -27,6 +27,8 @@ async def test_processes_hand_over_and_take_new_weights(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     model = engines.CONFIGS["qwen3"]
     async with inference_cluster(tmp_path, shared_etcd, "trtllm", model=model) as cluster:
+        # The library loads a checkpoint of its own before it takes the trainer's weights.
+        reference("qwen3").save_pretrained(tmp_path / "model")
         await cluster.publisher.publish(published(reference("qwen3")))
         cluster.start("router")
         workers = {role: cluster.start(role, *WORKER) for role in ("prefill", "decode")}

@@ -12,6 +12,7 @@ cache_events.py  its cache events by chain hashes
 watch.py         reads events and statistics
 metrics.py       metrics
 weights/: new weights
+    checkpoint.py        names, types and shapes that a version must have
     weight_update.py     a weight version as files
     worker_extension.py  takes them, in each of the library's GPU workers
     probe.py             new weights against the trainer's log-probs

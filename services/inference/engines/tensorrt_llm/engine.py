@@ -57,6 +57,7 @@ from services.inference.engines.tensorrt_llm.requests import (
     sampling_params,
 )
 from services.inference.engines.tensorrt_llm.watch import watch_cache, watch_statistics
+from services.inference.engines.tensorrt_llm.weights.checkpoint import read_checkpoint
 
 # A dead engine of the library ends the worker; its supervisor starts a new one.
 _NEVER_RESTART = Restart(max_restarts=0)
@@ -120,13 +121,16 @@ class TensorRtLlm:
     async def start(
         cls, actors: ActorSystem, options: EngineOptions, library: Library, role: Role
     ) -> TensorRtLlm:
-        """Start the library's engine. Raises `ConfigError` for settings that it does not have."""
+        """Start the library's engine. Raises `ConfigError` for settings that it does not have, and
+        for a model without weights."""
         settings = options.settings
         if not isinstance(settings, TensorRtLlmSettings):
             settings = TensorRtLlmSettings()
         limits = read_limits(options.model_path, context_tokens=options.context_tokens)
         arguments = engine_arguments(library, options, settings, role=role, limits=limits)
-        llm = Llm(library, arguments, settings, holds_prompts=role is Role.PREFILL)
+        checkpoint = await asyncio.to_thread(read_checkpoint, options.model_path)
+        holds = role is Role.PREFILL
+        llm = Llm(library, arguments, settings, checkpoint=checkpoint, holds_prompts=holds)
         await llm.start()
         engine = cls(llm, options, settings, role)
         owner = await actors.spawn(lambda: _Owner(llm), name="tensorrt_llm", restart=_NEVER_RESTART)

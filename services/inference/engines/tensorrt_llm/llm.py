@@ -22,12 +22,9 @@ from services.inference.engines.tensorrt_llm.gate import Gate
 from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.metrics import RESTARTS
+from services.inference.engines.tensorrt_llm.weights.checkpoint import Checkpoint
 from services.inference.engines.tensorrt_llm.weights.probe import check_probe
-from services.inference.engines.tensorrt_llm.weights.weight_update import (
-    Layout,
-    check_layout,
-    staged,
-)
+from services.inference.engines.tensorrt_llm.weights.weight_update import staged
 
 _FAILURES_OF_A_DEAD_ENGINE = 3
 
@@ -83,9 +80,11 @@ class Llm:
         arguments: Mapping[str, Any],
         settings: TensorRtLlmSettings,
         *,
+        checkpoint: Checkpoint,
         holds_prompts: bool,
     ) -> None:
-        """`holds_prompts`: whether decode engines fetch from this one; a pause would abort that."""
+        """`checkpoint`: what the library loads at its start. `holds_prompts`: whether decode
+        engines fetch from this one; a pause would abort that."""
         self.version = 0
         """Version of the weights in service; 0 before the first."""
         self.gate = Gate()
@@ -96,7 +95,7 @@ class Llm:
         self._arguments = dict(arguments)
         self._settings = settings
         self._llm: Any = None
-        self._layout: Layout | None = None
+        self._checkpoint = checkpoint
         self._snapshot: tuple[int, Mapping[str, NamedTensor]] | None = None
         """The last whole version, to start again with."""
         self._failures = 0
@@ -164,15 +163,15 @@ class Llm:
 
         Raises `UnfitWeights` and `BrokenWeights`; `Unavailable` if the engine has started again.
         """
-        layout = await asyncio.to_thread(check_layout, tensors, self._layout)
-        async with self._staged(tensors) as buckets:
+        fitting = await asyncio.to_thread(self._checkpoint.fit, tensors, version=version)
+        async with self._staged(fitting) as buckets:
             plan = {"version": version, "drain": self._drain(), "buckets": buckets}
             # Before any rank changes: damage and a full disk cost no restart.
             await self._agreed("check_forge_update", plan, BrokenWeights)
             async with self.gate.closed():
                 await self._be_alone()
                 await self._apply(plan, probe)
-                self._layout, self._snapshot = layout, (version, tensors)
+                self._snapshot = (version, fitting)
 
     async def _apply(self, plan: Mapping[str, Any], probe: Probe | None) -> None:
         before = self.version

@@ -20,6 +20,7 @@ from services.inference.engines.tensorrt_llm.library.library import (
     find_library,
     load_library,
 )
+from services.inference.engines.tensorrt_llm.weights.checkpoint import read_checkpoint
 
 __all__ = ["check", "examine", "start_both", "start_decode", "start_prefill"]
 
@@ -40,9 +41,10 @@ async def start_both(actors: ActorSystem, options: EngineOptions) -> BothEngine:
 
 
 def check(model_path: str, *, context_tokens: int) -> None:
-    """Raises `ConfigError` without the library, for another surface, and for an unreadable
-    model."""
+    """Raises `ConfigError` without the library, for another surface, and for a model that cannot be
+    read or has no weights."""
     read_limits(model_path, context_tokens=context_tokens)
+    read_checkpoint(model_path)
     found = find_library()
     if found.differences:
         load_library(found)

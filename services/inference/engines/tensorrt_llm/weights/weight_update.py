@@ -1,11 +1,10 @@
-"""A weight version as files that all ranks read, and the comparison with the one before.
+"""A weight version as files that all ranks read.
 
 Owns the buckets and their place. The update itself is the engine's.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import shutil
@@ -18,64 +17,10 @@ from xxhash import xxh3_64_hexdigest
 
 from forge.core.errors import ResourceExhausted
 from forge.core.named_tensor import NamedTensor
-from services.inference.engines.base import UnfitWeights
 
 _ALIGNMENT = 256
 """Tensors begin at multiples of this, so that a rank may view them in any type."""
 _SLACK = 1 << 24
-_ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "uint8": 1,
-    "int8": 1,
-    "bool": 1,
-}
-
-Layout = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type and shape by name."""
-
-
-def layout_of(tensors: Mapping[str, NamedTensor]) -> Layout:
-    """Return types and shapes. Raises `UnfitWeights` for an unknown type, or a tensor with too few
-    or many bytes."""
-    layout = {}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _ITEM_BYTES:
-            raise UnfitWeights(f"{name} has type {tensor.dtype}, which this engine does not load")
-        size = math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
-        if memoryview(tensor.data).nbytes != size:
-            raise UnfitWeights(
-                f"{name} has {memoryview(tensor.data).nbytes} bytes, {tensor.dtype} of shape "
-                f"{tensor.shape} has {size}"
-            )
-        layout[name] = (tensor.dtype, tensor.shape)
-    return layout
-
-
-def check_layout(tensors: Mapping[str, NamedTensor], expected: Layout | None) -> Layout:
-    """Return the layout of `tensors`. Raises `UnfitWeights` if it is not `expected`.
-
-    The library ignores names that it does not know, and keeps what it does not get.
-    """
-    layout = layout_of(tensors)
-    if expected is None:
-        return layout
-    missing, unknown = sorted(expected.keys() - layout.keys()), sorted(layout.keys() - expected)
-    if missing or unknown:
-        raise UnfitWeights(
-            f"{len(missing)} tensors are missing ({', '.join(missing[:3])}), {len(unknown)} are "
-            f"unknown ({', '.join(unknown[:3])})"
-        )
-    for name, found in layout.items():
-        if found != expected[name]:
-            raise UnfitWeights(f"{name} is {found}, not {expected[name]}")
-    return layout
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract import engines
+from tests.contract.engines import reference
 from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour, behaving
 
 
@@ -20,6 +20,6 @@ def behaviour() -> Iterator[Behaviour]:
 
 @pytest.fixture
 def model_path(tmp_path: Path) -> Path:
-    """The Qwen3-type model of the contract, without weights."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    """The Qwen3-type model of the contract."""
+    reference("qwen3").save_pretrained(tmp_path)
     return tmp_path

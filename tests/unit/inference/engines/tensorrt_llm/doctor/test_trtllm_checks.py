@@ -13,7 +13,6 @@ from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.tensorrt_llm.doctor.checklist import CHECKS, run_checks
 from services.inference.engines.tensorrt_llm.doctor.checks import examine
 from services.inference.engines.tensorrt_llm.library.surface import TARGET, load_surface
-from tests.contract.engines import reference
 from tests.support.inference.surface_tree import PACKAGE, edit, write_tree
 from tests.support.inference.tensorrt_llm import OLD, library
 from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour
@@ -78,14 +77,12 @@ def test_difference_is_a_problem_with_a_remedy(tmp_path: Path) -> None:
 
 async def test_checklist_passes_on_the_stand_in(behaviour: Behaviour, model_path: Path) -> None:
     """The checks run as on a GPU, against transformers' own forward."""
-    reference("qwen3").save_pretrained(model_path)
     results = await run_checks(library(), model_path, TensorRtLlmSettings())
     assert [problem for _, problem in results] == ["" for _ in CHECKS]
 
 
 async def test_checklist_finds_wrong_logprobs(behaviour: Behaviour, model_path: Path) -> None:
     """An engine whose samples have other log-probs is a problem with a remedy."""
-    reference("qwen3").save_pretrained(model_path)
     behaviour.logprob_error = 1.0
     results = await run_checks(library(), model_path, checks=CHECKS[:1])
     assert [problem for _, problem in results] == ["log-probs differ by 1 (mean)"]
