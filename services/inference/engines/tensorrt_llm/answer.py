@@ -153,6 +153,8 @@ class Answer:
         seen = start
         async for result in leg.result:
             output = result.outputs[0]
+            if len(output.token_ids) > start:
+                leg.note_token()
             if start and list(output.token_ids[:start]) != self._tokens.ids[:start]:
                 raise WrongAnswer("tensorrt_llm's decode does not begin with prefill's token")
             seen += self._take(output, leg, seen)
@@ -160,8 +162,6 @@ class Answer:
                 self._note_end(empty=seen == start)
                 return
             self.finish = read_finish(output)
-            if seen > start:
-                leg.note_token()
             self._news.set()
 
     def _take(self, output: Any, leg: Leg, seen: int) -> int:

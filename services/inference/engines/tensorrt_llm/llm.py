@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from forge.core.errors import ForgeError, Unavailable
+from forge.core.errors import ForgeError, Unavailable, UnsupportedByEngines
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
 from services.inference.engine_settings import TensorRtLlmSettings
@@ -22,11 +22,16 @@ from services.inference.engines.tensorrt_llm.gate import Gate
 from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.metrics import RESTARTS
+from services.inference.engines.tensorrt_llm.requests import NO_END
 from services.inference.engines.tensorrt_llm.weights.checkpoint import Checkpoint
 from services.inference.engines.tensorrt_llm.weights.probe import check_probe
 from services.inference.engines.tensorrt_llm.weights.weight_update import staged
 
 _FAILURES_OF_A_DEAD_ENGINE = 3
+"""Failed requests in a row before the engine must prove that it lives."""
+_PROOF_S = 120.0
+_ABORT_S = 10.0
+"""Longest wait for the library's end of an aborted request."""
 
 
 class EngineDied(Exception):
@@ -36,11 +41,10 @@ class EngineDied(Exception):
 class Leg:
     """One call of the library."""
 
-    result: Any
-    """The library's, awaitable and iterable."""
-
     def __init__(self, *, version: int, is_context: bool, transferring: bool) -> None:
         self.version = version
+        self.result: Any = None
+        """The library's, awaitable and iterable; None before it has begun."""
         self.is_context = is_context
         """Whether it computes a prompt for a decode engine."""
         self.transferring = transferring
@@ -50,12 +54,8 @@ class Leg:
         self.ended = asyncio.Event()
         self._abort_later = False
 
-    def begin(self, result: Any) -> None:
-        """Take the library's result."""
-        self.result = result
-
     def note_token(self) -> None:
-        """The first token proves that the transfer has ended."""
+        """A sampled token proves that the transfer has ended."""
         self.transferring = False
         self.arrived.set()
         if self._abort_later:
@@ -63,12 +63,25 @@ class Leg:
 
     def abort(self) -> None:
         """Stop it now, or at its first token if keys and values still arrive."""
-        if self.ended.is_set() or self.is_context:
+        if self.result is None or self.ended.is_set() or self.is_context:
             return
         if self.transferring:
             self._abort_later = True
         else:
             self.result.abort()
+
+    async def end(self) -> None:
+        """Stop it, and wait until the library has ended it: nobody reads its answer any more."""
+        if self.result is None or self.is_context:
+            return
+        self.abort()
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                async for _ in self.result:
+                    if self.transferring:
+                        self.note_token()
+        except Exception as error:  # The library's own, or it takes too long.
+            log.warning("tensorrt_llm_request_not_ended", error=f"{type(error).__name__}: {error}")
 
 
 class Llm:
@@ -99,6 +112,7 @@ class Llm:
         self._snapshot: tuple[int, Mapping[str, NamedTensor]] | None = None
         """The last whole version, to start again with."""
         self._failures = 0
+        self._proof: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Any:
@@ -117,6 +131,8 @@ class Llm:
 
     async def close(self) -> None:
         """End the library's engine; all legs fail."""
+        if self._proof is not None:
+            self._proof.cancel()
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
@@ -125,7 +141,10 @@ class Llm:
     async def leg(
         self, ids: Sequence[int], params: Any, *, hand_off: Any = None
     ) -> AsyncGenerator[Leg, None]:
-        """Start a call; the gate must be open. An abort follows if the caller leaves early."""
+        """Start a call; the gate must be open. A caller that leaves by an error ends it.
+
+        Raises `UnsupportedByEngines` for parameters that the library refuses.
+        """
         is_context = hand_off is not None and hand_off.request_type == "context_only"
         arguments: dict[str, Any] = {"inputs": list(ids), "sampling_params": params}
         arguments["streaming"] = not is_context
@@ -139,21 +158,37 @@ class Llm:
             transferring=hand_off is not None and not is_context,
         )
         try:
-            leg.begin(self.engine.generate_async(**arguments))
+            leg.result = self._generate(arguments, received=leg.transferring)
             self.legs.add(leg)
             yield leg
             self._failures = 0
         except ForgeError:
+            await leg.end()
             raise
         except Exception as error:
             # A prefill engine that has ended fails many transfers in a row.
             if not leg.transferring:
                 self._note_failure(error)
             raise Unavailable(f"engine 'tensorrt_llm': {type(error).__name__}: {error}") from error
+        except BaseException:
+            leg.abort()
+            raise
         finally:
             leg.ended.set()
             leg.arrived.set()
             self.legs.discard(leg)
+
+    def _generate(self, arguments: Mapping[str, Any], *, received: bool) -> Any:
+        """`received`: with keys and values of another engine."""
+        try:
+            return self.engine.generate_async(**arguments)
+        except ValueError as error:
+            if received:
+                # Perhaps for the hand-off: the prompt is read again without it.
+                raise Unavailable(f"engine 'tensorrt_llm' refuses a hand-off: {error}") from error
+            raise UnsupportedByEngines(
+                f"engine 'tensorrt_llm' refuses the request: {error}"
+            ) from error
 
     async def update(
         self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None
@@ -271,8 +306,24 @@ class Llm:
     def _note_failure(self, error: Exception) -> None:
         self._failures += 1
         log.warning("tensorrt_llm_request_failed", error=str(error), in_a_row=self._failures)
-        if self._failures >= _FAILURES_OF_A_DEAD_ENGINE:
-            self._die(f"{self._failures} requests in a row failed, the last: {error}")
+        proving = self._proof is not None and not self._proof.done()
+        if self._failures >= _FAILURES_OF_A_DEAD_ENGINE and not proving:
+            reason = f"{self._failures} requests in a row failed, the last: {error}"
+            self._proof = asyncio.create_task(self._prove_alive(reason))
+
+    async def _prove_alive(self, reason: str) -> None:
+        """Compute a request of our own: requests may fail by themselves, again and again. Without
+        an answer the engine has died for `reason`."""
+        await self.gate.passed()
+        engine = self._llm
+        params = self.library.sampling_params(max_tokens=1, end_id=NO_END, seed=0, detokenize=False)
+        try:
+            async with asyncio.timeout(_PROOF_S), self.leg([0], params) as leg:
+                await leg.result
+        except (ForgeError, TimeoutError):
+            # A restart in the meantime has ended it, or other requests have been served.
+            if engine is self._llm and self._failures >= _FAILURES_OF_A_DEAD_ENGINE:
+                self._die(reason)
 
     def _die(self, reason: str) -> None:
         if not self.died.done():

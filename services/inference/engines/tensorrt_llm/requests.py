@@ -89,7 +89,8 @@ def check_sampling(library: Library, sampling: Sampling) -> None:
 
 
 def sampling_params(library: Library, sampling: Sampling, *, max_tokens: int, leg: int) -> Any:
-    """Return new SamplingParams for one call.
+    """Return new SamplingParams for one call. Raises `UnsupportedByEngines` for values that the
+    library refuses.
 
     `leg`: number of this call for its request. Each draws from random numbers of its own, since a
     continuation must not repeat the draws of the beginning.
@@ -114,7 +115,10 @@ def sampling_params(library: Library, sampling: Sampling, *, max_tokens: int, le
     if library.processed is not None:
         # Log-probs of a greedy token are of the distribution at temperature 1.
         arguments["logprobs_mode"] = library.raw if greedy else library.processed
-    return library.sampling_params(**arguments)
+    try:
+        return library.sampling_params(**arguments)
+    except ValueError as error:
+        raise UnsupportedByEngines(f"engine 'tensorrt_llm' refuses the request: {error}") from error
 
 
 def read_tokens(output: Any, *, start: int, top_logprobs: int) -> Sampled:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from forge.core.errors import NotFound, Unavailable
+from forge.core.errors import NotFound, Unavailable, UnsupportedByEngines
 from services.inference.engines.base import (
     Finish,
     KvSpan,
     RefusedHandOff,
     Tokens,
 )
+from services.inference.engines.tensorrt_llm import answer as answer_module
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
 from services.inference.engines.tensorrt_llm.hand_off import FINGERPRINT
 from services.inference.engines.tensorrt_llm.metrics import CONTINUED
+from services.inference.engines.tensorrt_llm.requests import Sampled, WrongAnswer
 from services.inference.router.fleet.workers import Engine as Announced
 from tests.contract.engines import (
     GREEDY,
@@ -268,3 +271,90 @@ async def test_decode_reads_a_prompt_of_the_role_both_again(
 def announced(engine: TensorRtLlm, role: str) -> Announced:
     """The engine as a router knows it."""
     return Announced(role=role, able=engine.capabilities)
+
+
+@pytest.mark.parametrize("role", [Role.BOTH, Role.DECODE])
+async def test_request_with_a_wrong_answer_ends_in_the_library(
+    behaviour: Behaviour, model_path: Path, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update would not see it, and it would sample to its last token. One whose keys and values
+    arrive ends at its first token."""
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, role) as engine,
+    ):
+        await load(prefill, engine)
+        apart = Pair(prefill=prefill, decode=engine)
+        pair = both(engine) if role is Role.BOTH else apart
+
+        def wrong(*_: object, start: int, **__: object) -> Sampled:
+            raise WrongAnswer(f"no log-prob of token {start}")
+
+        monkeypatch.setattr(answer_module, "read_tokens", wrong)
+        with pytest.raises(WrongAnswer, match="no log-prob"):
+            await pair.sample(prompt_ids(40), LONG)
+        assert not core_of(engine).requests
+        assert engine.status().running == 0
+
+
+async def test_decode_that_repeats_another_token_ends_in_the_library(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """Its first result tells that the transfer has ended: it leaks nothing."""
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, Role.DECODE) as decode,
+    ):
+        await load(prefill, decode)
+        prompt = make_prompt(prompt_ids(40), LONG)
+        first = (await prefill.prefill(prompt, hold_s=60)).first
+        other = replace(first, ids=(first.ids[0] + 1,))
+
+        async def fetch(from_token: int) -> KvSpan:
+            return await prefill.fetch_kv(prompt.request_id, from_token=from_token)
+
+        with pytest.raises(WrongAnswer, match="does not begin with prefill's token"):
+            async for _ in decode.decode(prompt, other, fetch, stream=False):
+                pass
+        assert not core_of(decode).requests
+
+
+async def test_request_that_the_library_refuses_costs_no_worker(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """The caller learns why, and no router tries it again on the next worker."""
+    async with started(model_path, Role.BOTH) as engine:
+        await load(engine)
+        engine._llm.engine.args.max_input_len = 20
+        for _ in range(5):
+            with pytest.raises(UnsupportedByEngines, match="exceed max_input_len"):
+                await both(engine).sample(prompt_ids(30))
+        assert len((await both(engine).sample(prompt_ids(9))).ids) == 16
+        assert not engine._llm.died.done()
+
+
+async def test_requests_that_fail_by_themselves_cost_no_worker(
+    behaviour: Behaviour, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three in a row the engine computes a request of its own, and serves on."""
+    async with started(model_path, Role.BOTH) as engine:
+        await load(engine)
+        core = core_of(engine)
+        sample, own = core._sample, []
+
+        def failing(request: Any) -> None:
+            if len(request.ids) == 30:
+                raise RuntimeError("CUDA out of memory")
+            own.append(len(request.ids))
+            sample(request)
+
+        monkeypatch.setattr(core, "_sample", failing)
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="out of memory"):
+                await both(engine).sample(prompt_ids(30))
+        await until(lambda: engine._llm._failures == 0)
+        assert own == [1]
+        with pytest.raises(Unavailable, match="out of memory"):
+            await both(engine).sample(prompt_ids(30))
+        assert len((await both(engine).sample(prompt_ids(9))).ids) == 16
+        assert not engine._llm.died.done()
