@@ -19,6 +19,7 @@
         ActorStopped       the actor has stopped
       DeadlineExceeded     no answer in time; the outcome is unknown
       DataLoss             a checksum failed: an operator must act
+      WorkersLost          several workers were lost to one request: an operator must act
 
 The gRPC status of an error is its `code`; only `forge.runtime.rpc` translates, in both directions.
 """
@@ -170,6 +171,10 @@ class DataLoss(ForgeError):
 
     code = "DATA_LOSS"
     http_status = 500
+
+
+class WorkersLost(ForgeError):
+    """Several workers were lost while they served one request; a retry may lose more."""
 
 
 def raise_all(errors: Sequence[ForgeError]) -> None:

@@ -14,6 +14,7 @@ request/: one request, from admission to its last token
     attempt.py       one attempt, on one or two workers
     worker_calls.py  the calls of an attempt, and their errors
     answer.py        its tokens so far, and what continues them
+    lost_workers.py  the workers that it has lost
 actor.py          owns the fleet: admission, placement, suspects
 messages.py       messages of the actor
 cache_watch.py    streams of the workers' prefix caches

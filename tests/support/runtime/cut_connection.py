@@ -69,6 +69,8 @@ class CuttingProxy:
                 if may_stall and self._stalls(number):
                     await self._cut.wait()
                     break
+                if writer.is_closing():
+                    break  # `cut_all`, while the data came.
                 writer.write(data)
                 await writer.drain()
         asking.cancel()

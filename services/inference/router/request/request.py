@@ -31,6 +31,7 @@ from services.inference.router.messages import Admission, Admit, Leave
 from services.inference.router.metrics import STARTED_OVER
 from services.inference.router.request.answer import Answer
 from services.inference.router.request.attempt import MOVES, Attempt
+from services.inference.router.request.lost_workers import LostWorkers
 from services.inference.router.worker_streams import WorkerStreams
 
 _ASK_TIMEOUT_S = 10.0
@@ -60,11 +61,12 @@ class Run:
         self._config = config
         self._deadline_s = time.monotonic() + config.request_timeout_s
         self._timings = TurnTimings()
+        self._lost = LostWorkers()
 
     async def responses(self) -> AsyncGenerator[pb.SampleResponse, None]:
         """Yield the responses; the last one has a finish reason. Raises Unavailable when no worker
         can continue, UnsupportedByEngines when no engine can serve it, ResourceExhausted when too
-        many requests wait."""
+        many requests wait, WorkersLost when the request has lost too many workers."""
         admit = Admit(needs=self._answer.needs)
         try:
             await self._router.ask(admit, timeout_s=_ASK_TIMEOUT_S)
@@ -113,6 +115,7 @@ class Run:
                         failing_s = None
                         yield
             except MOVES as error:
+                self._lost.check()
                 if isinstance(error, CannotContinue):
                     if not self._answer.is_sent:
                         self._resample(error)
@@ -145,6 +148,7 @@ class Run:
             router=self._router,
             streams=self._streams,
             config=self._config,
+            lost=self._lost,
         )
 
     def _resample(self, error: CannotContinue) -> None:

@@ -37,10 +37,13 @@ from services.inference.router.messages import (
     Sampled,
 )
 from services.inference.router.request.answer import Answer
+from services.inference.router.request.lost_workers import LostWorkers
 from services.inference.router.worker_streams import WorkerStreams
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_PAUSE_S = 0.2
+_NOT_REACHED = "failed to connect"
+"""gRPC's text of the UNAVAILABLE of a call that reached no process."""
 
 Settle = Callable[[Prefilled | Decoded | Failed], None]
 """Sends the outcome of a placement to the router actor."""
@@ -61,6 +64,8 @@ class WorkerCalls:
     router: ActorRef
     streams: WorkerStreams
     config: InferenceConfig
+    lost: LostWorkers
+    """Gets the workers that are lost."""
     _needs: Needs = NO_NEEDS
 
     def __post_init__(self) -> None:
@@ -208,12 +213,15 @@ class WorkerCalls:
             yield settle
         except WorkerLost:
             if not settled and placement.worker.calls.lost:
+                self.lost.add(placement.worker, at_token=self.answer.tokens)
                 settle(Failed(placement=placement, dead=True))
             raise
         except grpc.aio.AioRpcError as error:
             # A worker that answers with a ForgeError is alive.
             answered = any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ())
             if not settled:
+                if not answered and _NOT_REACHED not in (error.details() or ""):
+                    self.lost.add(placement.worker, at_token=self.answer.tokens)
                 settle(Failed(placement=placement, dead=not answered))
             raise from_rpc_error(error) from error
         finally:
