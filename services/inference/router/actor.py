@@ -233,7 +233,9 @@ class RouterActor(Actor):
         computed_s = done.prefill_s - done.stored_s
         costs, engine = self._fleet.costs, worker.engine.name
         costs.observe_prefill(engine, worker.times, seconds=computed_s, tokens=computed)
-        costs.of(engine).store.observe(done.ids, tokens=done.stored_tokens, seconds=done.stored_s)
+        costs.of(engine).store.observe(
+            done.ids, version=worker.version, tokens=done.stored_tokens, seconds=done.stored_s
+        )
         worker.computed_tokens += computed
         worker.cached_tokens += done.cached_tokens
         if done.decode is not None:
@@ -252,7 +254,7 @@ class RouterActor(Actor):
         whole = PromptChains(done.ids, after=placement.prompt)
         worker.cached.expect(whole, until_s=now_s + EXPECTED_S)
         self._fleet.homes.rest(placement.session, now_s=now_s)
-        costs.of(engine).store.observe(done.ids)
+        costs.of(engine).store.observe(done.ids, version=worker.version)
 
     def _failed(self, placement: Placement, *, dead: bool) -> None:
         self._release(placement)

@@ -95,7 +95,6 @@ class Fleet:
                 # The worker emptied its cache at the swap; one that reports says so itself.
                 known.version = version
                 known.cached.forget_guess()
-                self.costs.of(known.engine.name).store.clear()
         self._hold_stores()
         return gone
 
@@ -245,7 +244,7 @@ class Fleet:
             engine=engine,
             queue_delay_s=worker.pending_tokens * prefill_s + beside * sampling_s,
             cached_tokens=worker.cached.tokens(prompt, now_s=now_s),
-            stored_tokens=store.tokens(prompt.ids) if store else 0,
+            stored_tokens=store.tokens(prompt.ids, version=worker.version) if store else 0,
             prefill_s_per_token=costs.transfer_s(engine) if has_read else prefill_s,
             migration_s_per_token=store.s_per_token if store else inf,
             sampling_s=sampling_s,

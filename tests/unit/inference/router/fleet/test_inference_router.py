@@ -7,6 +7,7 @@ from prometheus_client import REGISTRY
 
 from forge.core.errors import ResourceExhausted, Unavailable
 from forge.core.placement.chains import PromptChains
+from forge.runtime.coordination import Instance
 from services.inference.router.actor import MIN_ADMITTED
 from services.inference.router.fleet.fleet import SUSPECT_S, Fleet
 from services.inference.router.fleet.versions import TooOld
@@ -65,6 +66,36 @@ async def test_stored_prefix_is_near_to_every_worker(stored_tokens: str, chosen:
     assert busy.worker.instance_id == "p0"
     placed = await router.actor.receive(PlacePrefill(ids=prompt + ids(1)))
     assert placed.worker.instance_id == chosen
+
+
+async def test_stored_prefix_of_the_new_weights_outlives_the_swap_of_others() -> None:
+    """Workers swap one by one. The first to swap writes a prompt, and reads of the next one to swap
+    are near to it; those of a worker with the earlier weights are not."""
+
+    def swapped(*versions: int) -> list[Instance]:
+        found = [announced("d", "decode", version=max(versions))]
+        for n, version in enumerate(versions):
+            found.append(announced(f"p{n}", "prefill", version=version, stored_tokens="100000"))
+        return found
+
+    router = await harness(*swapped(1, 1, 1))
+    prompt = PromptChains(ids(*range(3200)))
+    store = router.actor._fleet.costs.of("unknown").store
+    await router.change(*swapped(2, 1, 1))
+    placed = await router.actor.receive(PlacePrefill(ids=prompt.ids, floor=2))
+    await router.actor.receive(
+        Prefilled(placement=placed, ids=prompt.ids, cached_tokens=0, prefill_s=0.1)
+    )
+    await router.change(*swapped(2, 2, 1))
+    assert [store.tokens(prompt.ids, version=version) for version in (1, 2)] == [0, 3200]
+    by_name = {one.instance_id: one for one in router.workers}
+    costs = [
+        router.actor._fleet._candidate(
+            by_name[name], prompt, session="", now_s=router.clock(), has_read=False
+        ).stored_tokens
+        for name in ("p0", "p1", "p2")
+    ]
+    assert costs == [3200, 3200, 0]
 
 
 async def test_failed_worker_is_avoided_for_a_while() -> None:

@@ -67,5 +67,5 @@ def test_losses_count_at_one_place_of_the_answer() -> None:
     lost.add(workers.workers[3], at_token=2 * PROGRESS_TOKENS)
     lost.check()
     lost.add(workers.workers[4], at_token=2 * PROGRESS_TOKENS + 9)
-    with pytest.raises(WorkersLost, match="at token 521 of its answer.*: d2, d3, d4"):
+    with pytest.raises(WorkersLost, match=r"token 521 of its answer.*: d2, d3, d4"):
         lost.check()
