@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import struct
-import uuid
 from pathlib import Path
 from typing import Literal
 
@@ -29,21 +28,20 @@ class BadBlock(Exception):
         self.defect: Defect = defect
 
 
+def file_bytes(content: bytes) -> int:
+    """Return the size of the file of a block."""
+    return _HEADER.size + len(content)
+
+
 def write_block(path: Path, content: bytes, *, identity: bytes, chain: bytes) -> None:
-    """Write a file that readers see whole or not at all. Raises OSError.
+    """Fill a file that exists with a block. Raises OSError.
 
     It is not synced: a block that a power failure tears is found by its checksum.
     """
     checksum = xxhash.xxh3_128_digest(content)
-    header = _HEADER.pack(MAGIC, identity, chain, len(content), checksum)
-    unfinished = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        with unfinished.open("xb") as file:
-            file.write(header)
-            file.write(content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with path.open("r+b") as file:
+        file.write(_HEADER.pack(MAGIC, identity, chain, len(content), checksum))
+        file.write(content)
 
 
 def read_block(path: Path, *, identity: bytes, chain: bytes) -> memoryview | None:

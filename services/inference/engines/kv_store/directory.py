@@ -1,10 +1,16 @@
 """The directory of all blocks, bounded in bytes and shared by any number of processes and hosts.
 
     <directory>/<identity>/<first two digits of the chain hash>/<chain hash>
+    <directory>/.<name>.tmp    a block that is being written, of its full length
+    <directory>/.evicting      the lock of the directory; its content is the size of all blocks
 
-Any shared file system with atomic renames will do. No process owns the directory: each writes,
-reads and evicts. The blocks that were read least recently go first, those of earlier weights among
-them.
+Any shared file system with atomic renames and locks will do. No process owns the directory: each
+writes, reads and evicts. The blocks that were read least recently go first, those of earlier
+weights among them.
+
+The bound holds at each moment: a writer reserves its block under the lock before it writes, and
+first evicts if there is no room. A size that is too high, after a killed writer or a refused block,
+is corrected by the next look at all files, which comes before each eviction.
 """
 
 from __future__ import annotations
@@ -12,22 +18,34 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from forge.core.errors import ConfigError
 from forge.runtime.telemetry import log
-from services.inference.engines.kv_store.block_file import BadBlock, read_block, write_block
+from services.inference.engines.kv_store.block_file import (
+    BadBlock,
+    file_bytes,
+    read_block,
+    write_block,
+)
 from services.inference.engines.kv_store.metrics import BLOCKS, STORE_BYTES
 
 _EVICT_TO = 0.9
-_SCAN_SHARE = 0.05
-"""A process looks at the size again when it has written this share of the bound."""
 _ABANDONED_S = 3600.0
 """Age from which an unfinished file is that of a dead process."""
 _TOUCH_S = 60.0
 """A block read more often than this is not marked again."""
+LOCK_S = 2.0
+"""Longest wait for the lock; then the block is dropped."""
+_LOCK_PAUSE_S = 0.002
+_SIZE_BYTES = 8
+
+
+class _LockBusy(Exception):
+    """Another process has the lock of the directory for too long."""
 
 
 class BlockDirectory:
@@ -37,8 +55,6 @@ class BlockDirectory:
         """Raises ConfigError for a directory that cannot be made or written."""
         self._root = root
         self._max_bytes = max_bytes
-        self._written = max_bytes
-        """Bytes since the last look at the size; the first write looks."""
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(root / ".evicting", os.O_RDWR | os.O_CREAT, 0o660)
@@ -75,75 +91,116 @@ class BlockDirectory:
         return content
 
     def write(self, identity: bytes, chain: bytes, content: bytes) -> None:
-        """Write a block, then evict if the directory is full. A failure is counted and logged."""
+        """Write a block; evict before if there is no room. A block that is not written is counted,
+        a failure also logged."""
         path = self._path(identity, chain)
+        unfinished = self._root / f".{uuid.uuid4().hex}.tmp"
         try:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_block(path, content, identity=identity, chain=chain)
-            except FileNotFoundError:
-                # An eviction has just removed the empty folder.
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_block(path, content, identity=identity, chain=chain)
+                self._reserve(unfinished, file_bytes(content))
+                write_block(unfinished, content, identity=identity, chain=chain)
+                self._publish(unfinished, path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        except _LockBusy:
+            BLOCKS.labels("dropped").inc()
         except OSError as error:
             BLOCKS.labels("failed").inc()
             log.warning("kv_block_not_written", file=str(path), error=str(error))
-            return
-        BLOCKS.labels("written").inc()
-        self._written += len(content)
-        if self._written > self._max_bytes * _SCAN_SHARE:
-            self.evict()
+        else:
+            BLOCKS.labels("written").inc()
 
-    def evict(self) -> None:
-        """Remove the least recently read blocks down to the bound, unless another process does."""
-        self._written = 0
-        with self._evicting() as alone:
-            if not alone:
+    def _reserve(self, unfinished: Path, size: int) -> None:
+        """Make an empty file of `size` bytes within the bound. Raises _LockBusy and OSError."""
+        if size > self._max_bytes:
+            raise OSError(f"a block of {size} bytes is above kv.store_mib")
+        with self._locked():
+            total = self._read_size()
+            if total is None or total + size > self._max_bytes:
+                total = self._evict(room=size)
+            if total + size > self._max_bytes:
+                raise OSError(f"{total} bytes of unfinished blocks leave no room for one of {size}")
+            # The size first: if this process is killed now, it is too high, never too low.
+            self._write_size(total + size)
+            with unfinished.open("xb") as file:
+                file.truncate(size)
+
+    def _publish(self, unfinished: Path, path: Path) -> None:
+        """Give a written block its name. Raises as `_reserve`."""
+        with self._locked():
+            if path.exists():
+                # Another process has written it meanwhile; the size counts both.
+                self._write_size(max(0, (self._read_size() or 0) - unfinished.stat().st_size))
                 return
-            found = sorted(self._files())
-            total = sum(size for _, size, _ in found)
-            STORE_BYTES.set(total)
-            if total <= self._max_bytes:
-                return
-            for _, size, path in found:
-                if total <= self._max_bytes * _EVICT_TO:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.replace(path)
+
+    def _evict(self, *, room: int) -> int:
+        """Look at all files; without `room` remove the least recently read blocks down to nine
+        tenths of the bound, or further. Return the size of the files that are left."""
+        blocks, unfinished_bytes = self._files()
+        total = unfinished_bytes + sum(size for _, size, _ in blocks)
+        if total + room > self._max_bytes:
+            most = min(self._max_bytes * _EVICT_TO, self._max_bytes - room)
+            for _, size, path in sorted(blocks):
+                if total <= most:
                     break
                 with suppress(FileNotFoundError):
                     path.unlink()
                     BLOCKS.labels("evicted").inc()
                 total -= size
-            STORE_BYTES.set(total)
             self._remove_empty_folders()
+        return total
 
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Yield time of the last use, size and path of each block; remove abandoned files."""
+    def _files(self) -> tuple[list[tuple[float, int, Path]], int]:
+        """Return time of the last use, size and path of each block, and the size of unfinished
+        files; remove abandoned ones. Earlier releases write them beside the block."""
         oldest_s = time.time() - _ABANDONED_S
+        blocks: list[tuple[float, int, Path]] = []
+        unfinished_bytes = 0
         for folder, _, names in os.walk(self._root):
             for name in names:
                 path = Path(folder, name)
                 with suppress(FileNotFoundError):
                     found = path.stat()
                     if not name.startswith("."):
-                        yield found.st_mtime, found.st_size, path
+                        blocks.append((found.st_mtime, found.st_size, path))
                     elif name.endswith(".tmp") and found.st_mtime < oldest_s:
                         path.unlink()
+                    elif name.endswith(".tmp"):
+                        unfinished_bytes += found.st_size
+        return blocks, unfinished_bytes
 
     def _remove_empty_folders(self) -> None:
         for folder, _, _ in os.walk(self._root, topdown=False):
             if Path(folder) != self._root:
-                # Not empty, or a writer has just made a file in it.
+                # Not empty.
                 with suppress(OSError):
                     Path(folder).rmdir()
 
+    def _read_size(self) -> int | None:
+        """Return the size of all blocks; None in a directory of an earlier release."""
+        data = os.pread(self._lock, _SIZE_BYTES, 0)
+        return int.from_bytes(data, "little") if len(data) == _SIZE_BYTES else None
+
+    def _write_size(self, size: int) -> None:
+        os.pwrite(self._lock, size.to_bytes(_SIZE_BYTES, "little"), 0)
+        STORE_BYTES.set(size)
+
     @contextmanager
-    def _evicting(self) -> Iterator[bool]:
+    def _locked(self) -> Iterator[None]:
+        """Raises _LockBusy, and OSError on a file system without locks."""
+        give_up_s = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up_s:
+                    raise _LockBusy from None
+                time.sleep(_LOCK_PAUSE_S)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        try:
-            yield True
+            yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 

@@ -116,8 +116,7 @@ def test_directory_stays_within_its_bound(tmp_path: Path) -> None:
         fill(store, prompt(number))
     store.close()
     found = files(tmp_path)
-    # A process looks at the size when it has written a twentieth of the bound.
-    assert sum(path.stat().st_size for path in found) <= most * 1.1
+    assert sum(path.stat().st_size for path in found) <= most
     assert not abandoned.exists()
     store = open_store(tmp_path, max_bytes=most)
     assert len(blocks_of(store, prompt(29))) == 10
