@@ -563,7 +563,7 @@ class ScanGroupsResponse(_message.Message):
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectorySummary]: ...
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScanGroupsResponse]:
-        """With `together`, the next groups; their own `more` is empty."""
+        """Further groups of this page, with `together`; their own `more` is empty."""
 
     @_builtins.property
     def begin(self) -> Global___ScanGroupsResponse.Begin:

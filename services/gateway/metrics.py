@@ -34,7 +34,8 @@ OTHER_FAILURES = counter(
 )
 CONTEXTS = counter(
     "forge_gateway_contexts_total",
-    "Prompts by source: continued, repeated, branched, first, given.",
+    "Prompts by relation to earlier turns: continued = extends one, repeated = same messages as "
+    "one, branched = extends none, first = no earlier turn, given = token ids in the request.",
     ["how"],
 )
 PROMPT_TOKENS = counter(

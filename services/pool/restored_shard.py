@@ -73,7 +73,7 @@ async def watch_restored(directory: Path, shard: str, trained_step: TrainedStep)
     if not path.exists():
         return
     restored = msgspec.json.decode(path.read_bytes(), type=RestoredFrom)
-    told = 0
+    logged_step = 0
     while True:
         step = await trained_step()
         if step is not None and step <= restored.step:
@@ -82,7 +82,7 @@ async def watch_restored(directory: Path, shard: str, trained_step: TrainedStep)
             TRAINED_SINCE_BACKUP.set(0)
             log.info("restored_shard_fits", pool_shard=shard, step=step)
             return
-        if step is not None and not told:
+        if step is not None and not logged_step:
             log.error(
                 "trained_since_backup",
                 pool_shard=shard,
@@ -92,7 +92,7 @@ async def watch_restored(directory: Path, shard: str, trained_step: TrainedStep)
                 "the trainers and restore a checkpoint of `forge pool watermark`, or delete "
                 f"{path} to accept that they are trained twice, and restart",
             )
-            told = step
+            logged_step = step
         if step is not None:
-            TRAINED_SINCE_BACKUP.set(told - restored.step)
+            TRAINED_SINCE_BACKUP.set(logged_step - restored.step)
         await asyncio.sleep(PERIOD_S)

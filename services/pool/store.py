@@ -203,7 +203,7 @@ class PoolStore:
 
     @property
     def short_of_room(self) -> bool:
-        """True if a write was refused for lack of room, or would be."""
+        """True if the disk has too little space for a write, or had at the last refusal."""
         return self._refused or self._room_is_scarce() is not None
 
     def settled(self, *, after: bytes, limit: int) -> list[SettledGroup]:

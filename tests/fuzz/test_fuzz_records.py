@@ -72,7 +72,7 @@ def filled() -> tuple[PoolStore, list[Place]]:
     set_states(store, change("b", common_pb2.GROUP_STATE_TOMBSTONED, reason="no runner"))
 
     def every(records: Records) -> list[Place]:
-        scans = ((table, records.scan_sealed(table)) for table in Table)
+        scans = ((table, records.scan_checksummed(table)) for table in Table)
         return [(table, key, value) for table, scan in scans for key, value in scan]
 
     return store, store.read(every)
@@ -110,7 +110,7 @@ def with_record(place: Place, look: Callable[[Records], None]) -> None:
     table, key, value = place
 
     def replaced(records: Records) -> None:
-        records.put_sealed(table, key, value)
+        records.put_checksummed(table, key, value)
         look(records)
         raise Undone
 

@@ -73,7 +73,7 @@ async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: b
     weights are made. Writes nothing into `directory`."""
     if directory.path.exists():
         directory.require_unlocked()
-    state = state_of(options, directory)
+    state = run_state(options, directory)
     preset = preset_of(options, state)
     with TemporaryDirectory(prefix="forge-check-") as scratch:
         # The trainer reads the tasks that the run is going to write.
@@ -91,7 +91,7 @@ async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: b
 
 async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
     """Returns the run's state, saved or new, with its starting weights on disk."""
-    state = state_of(options, directory)
+    state = run_state(options, directory)
     if not state.model_path:
         path = await ensure_model(state.model, seed=state.seed, root=options.root)
         directory.create()
@@ -116,7 +116,7 @@ def write_evaluation_tasks(
         write_tasks(directory.eval_tasks, tasks)
 
 
-def state_of(options: RunOptions, directory: RunDirectory) -> RunState:
+def run_state(options: RunOptions, directory: RunDirectory) -> RunState:
     """Returns the saved state, or a new one. Raises `InvalidArgument` for a run of another model or
     seed than the options name."""
     state = directory.load()

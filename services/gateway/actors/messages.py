@@ -58,7 +58,7 @@ class BeginOther:
 
     call_id: str
     abort: Callable[[], None]
-    """As in `BeginCall`."""
+    """Ends the call, as in `BeginCall`."""
     arrived: Moment
 
 

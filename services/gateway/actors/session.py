@@ -208,7 +208,7 @@ class SessionActor(Actor):
                 return draft
             self._conversation = conversation = await self._rebuild()
         except (Unavailable, DeadlineExceeded) as error:
-            log.info("session_not_reread", error=str(error))
+            log.info("session_rebuild_failed", error=str(error))
             return draft  # An unavailable pool does not stop calls.
         return await self._prompts.draft(conversation, request, opening)
 

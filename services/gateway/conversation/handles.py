@@ -48,7 +48,7 @@ class Recalled:
 
     turn: NamedTurn
     node: Node
-    """Its answer in the context tree, after the messages of its request."""
+    """The turn's answer in the context tree, after the messages of its request."""
     tools: Tools
     prompt_tokens: int
     sampled_ids: bytes

@@ -33,7 +33,7 @@ class TurnRequest:
     required_tool: str | None = None
     """Name of the tool that the answer must call; "": any tool; None: no call is required."""
     sampling: common_pb2.SamplingParams
-    """Its `grammar` applies to the answer, not to reasoning and tool calls."""
+    """Sampling parameters; the `grammar` applies to the answer, not to reasoning and tool calls."""
     asked: common_pb2.SamplingParams | None = None
     """The agent's parameters, if the session's policy replaced `sampling`."""
     stop: Sequence[str] = ()

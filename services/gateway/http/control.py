@@ -1,4 +1,4 @@
-"""`POST /v1/forge/close`: the agent or the grader of a rollout ends it."""
+"""`POST /v1/forge/close`: ends a rollout; called by its agent or grader."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Control:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the route of `/v1/forge/close`."""
         router.add_post(f"{prefix}/v1/forge/close", self._close)
 
     async def _close(self, request: web.Request) -> web.Response:

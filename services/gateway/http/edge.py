@@ -60,7 +60,7 @@ class Edge:
     """The gateway for the protocol classes."""
 
     turns: Turns
-    """Those of the policy."""
+    """Turns of the policy."""
     sessions: Sessions
     pool: Pool
     security: Security

@@ -28,7 +28,7 @@ class Embeddings:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the route of embeddings."""
         router.add_post(f"{prefix}/v1/embeddings", self._create)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:

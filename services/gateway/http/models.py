@@ -26,7 +26,7 @@ class Models:
         self._started_unix_s = int(time.time())
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the routes of the list of models and of one model."""
         for version in ("v1", "v1beta"):
             router.add_get(f"{prefix}/{version}/models", self._list)
             router.add_get(f"{prefix}/{version}/models/{{model:.+}}", self._model)

@@ -85,7 +85,7 @@ class OpenApi:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the route of the OpenAPI document."""
         router.add_get(f"{prefix}/openapi.json", self._document)
 
     async def _document(self, request: web.Request) -> web.Response:

@@ -95,13 +95,13 @@ class Relay:
         await self._record()
 
     def leave(self) -> None:
-        """Records the part of an answer that came, unless the whole of it is on record."""
+        """Records a partial answer, unless the complete one is recorded."""
         if self._recorded:
             self._recorded = False
             self._session.actor.tell(self._end(whole=False))
 
     async def _record(self) -> dict[str, str]:
-        """Records the whole answer, once; returns the header with its turn."""
+        """Records the complete answer, once; returns the header with its turn."""
         if not self._recorded:
             return {}
         self._recorded = False

@@ -94,8 +94,8 @@ class HttpServer:
         instances that do now. Raises `ConfigError` if it is in use, or with TLS."""
         if self._edge.security.http_context(host) is not None:
             raise ConfigError(
-                f"http.shared_port = {port}: the session of an encrypted request is unknown before "
-                "its connection is accepted; use the ports of the instances, or end TLS before them"
+                f"http.shared_port = {port} is not allowed with TLS: terminate TLS at a proxy, or "
+                "use each instance's port"
             )
         server, settings = self._runner.server, self._connections.settings
         assert server is not None, "set up before"

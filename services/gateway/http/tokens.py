@@ -62,7 +62,7 @@ class Tokens:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the routes `/tokenize` and `/detokenize`."""
         router.add_post(f"{prefix}/tokenize", self._tokenize)
         router.add_post(f"{prefix}/detokenize", self._detokenize)
 

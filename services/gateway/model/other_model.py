@@ -12,7 +12,7 @@ class OtherModel:
     """A model that is never trained."""
 
     name: str
-    """Its name in the settings."""
+    """The model's name in the settings."""
     kind: str
     """version or engine."""
     model: ChatModel

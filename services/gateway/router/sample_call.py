@@ -22,7 +22,7 @@ from services.gateway.router.router_stream import RouterStream, RouterStreams
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 """Pause before a retry; doubles with each retry."""
 LONG_ATTEMPT_S = 10.0
-"""An attempt of this length had a router. If that router is lost, the retry time starts again."""
+"""After an attempt this long, a lost router starts a new retry period."""
 MAX_QUEUED_RESPONSES = 64
 """Unread responses that are kept apart; more are joined."""
 

@@ -290,7 +290,7 @@ def _expanded(schema: Any, root: Mapping[str, Any], left: int) -> Iterator[_Choi
 
 def _text_of(schema: Mapping[str, Any]) -> _Text:
     for keyword in schema.keys() - _OF_TEXTS - _NOTES:
-        raise Inexpressible(f"{keyword} is not supported where a string may stand")
+        raise Inexpressible(f"{keyword} is not supported in a schema that allows a string")
     for keyword in ("minLength", "maxLength"):
         if (schema.get(keyword) or 0) > _MAX_CHARACTERS:
             raise Inexpressible(f"{keyword} may be at most {_MAX_CHARACTERS}")
@@ -378,7 +378,7 @@ def _differing(begin: str, rests: Sequence[str]) -> str:
 
 
 def _searched(pattern: str) -> str:
-    """As `whole_text`; raises `Inexpressible`."""
+    """Returns `whole_text(pattern)`; raises `Inexpressible` for its errors."""
     try:
         return whole_text(pattern)
     except ValueError as error:

@@ -98,8 +98,8 @@ def turn_grammar(
     if reads_channels(model.format) and request.required_tool is None:
         if answer is not None:
             raise InvalidArgument(
-                f"a response format is not supported: in the model's format ({model.format.name}) "
-                "an answer has channels, which no grammar here writes"
+                f"response_format is not supported for format {model.format.name}: Forge has no "
+                "grammar for its channels"
             )
         if any(_is_strict(tool) for tool in callable_tools or ()):
             UNENFORCED.inc()

@@ -65,13 +65,13 @@ class PolicyRecord:
         call_id: str,
         abort: Callable[[], None],
     ) -> Prompt:
-        """As `Record.begin`."""
+        """Begins a call in the session's contexts; returns its prompt."""
         begin = BeginCall(call_id=call_id, abort=abort, request=request, opening=opening)
         prompt: Prompt = await session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
         return prompt
 
     async def draft(self, session: Session, request: TurnRequest, *, opening: str) -> Prompt:
-        """As `Record.draft`."""
+        """Returns the prompt of a request in the session's contexts."""
         ask = DraftPrompt(request=request, opening=opening)
         prompt: Prompt = await session.actor.ask(ask, timeout_s=ASK_TIMEOUT_S)
         return prompt
@@ -84,7 +84,7 @@ class PolicyRecord:
         prompt: Prompt | None,
         sampled: SampledAnswer | None,
     ) -> EndCall:
-        """As `Record.end`."""
+        """Returns the message that ends a call of the policy."""
         return EndCall(call_id=call_id, request=request, prompt=prompt, sampled=sampled)
 
 
@@ -104,7 +104,7 @@ class OtherRecord:
         call_id: str,
         abort: Callable[[], None],
     ) -> Prompt:
-        """As `Record.begin`."""
+        """Begins a call with a context of its own; returns its prompt."""
         prompt = await self.draft(session, request, opening=opening)
         self._prompts(session).require_room(prompt.tokens)
         begin = BeginOther(call_id=call_id, abort=abort, arrived=request.arrived)
@@ -112,7 +112,7 @@ class OtherRecord:
         return prompt
 
     async def draft(self, session: Session, request: TurnRequest, *, opening: str) -> Prompt:
-        """As `Record.draft`."""
+        """Returns the prompt of a request with a context of its own."""
         prompts = self._prompts(session)
         if request.prompt_ids:
             return await prompts.encode(given(request.prompt_ids))
@@ -130,7 +130,7 @@ class OtherRecord:
         prompt: Prompt | None,
         sampled: SampledAnswer | None,
     ) -> EndOther:
-        """As `Record.end`."""
+        """Returns the message that ends a call of another model."""
         turn = None
         if prompt is not None and sampled is not None:
             turn = answered_turn(self._other, request, prompt, sampled)

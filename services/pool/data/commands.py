@@ -61,7 +61,7 @@ class SealTrajectory:
     sealed_unix_s: float
     closing_agent_s: float | None = None
     max_agent_rewards: int = 0
-    """As of AppendRewards."""
+    """The same field as in `AppendRewards`."""
     past_damage: bool = False
     """Seals although the group is damaged: no replica has it intact."""
 

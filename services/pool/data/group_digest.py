@@ -21,9 +21,9 @@ def group_digest(records: Records, task_id: str) -> bytes:
         return b""
     digest = blake2b(digest_size=_DIGEST_BYTES)
     for table in (Table.GROUPS, Table.STATES):
-        digest.update(records.get_sealed(table, key) or b"")
+        digest.update(records.get_checksummed(table, key) or b"")
     for table in _DIGESTED:
-        for found, value in records.scan_sealed(table, prefix=task_prefix(task_id)):
+        for found, value in records.scan_checksummed(table, prefix=task_prefix(task_id)):
             digest.update(found)
             digest.update(value)
     for found in records.keys(Table.TURNS, prefix=task_prefix(task_id)):

@@ -72,7 +72,7 @@ def _content_after(
     first = 0 if after is None else CONTENT.index(after[0])
     for table in CONTENT[first:]:
         start = after[1] if after is not None and table is after[0] else b""
-        for key, value in records.scan_sealed(table, prefix=task_prefix(task_id), after=start):
+        for key, value in records.scan_checksummed(table, prefix=task_prefix(task_id), after=start):
             yield table, key, value
 
 
@@ -81,9 +81,9 @@ def group_page(records: Records, task_id: str) -> list[tuple[Key, bytes]]:
     page = [
         ((table, group_key(task_id)), value)
         for table in (Table.GROUPS, Table.STATES)
-        if (value := records.get_sealed(table, group_key(task_id))) is not None
+        if (value := records.get_checksummed(table, group_key(task_id))) is not None
     ]
-    headers = records.scan_sealed(Table.TRAJECTORIES, prefix=task_prefix(task_id))
+    headers = records.scan_checksummed(Table.TRAJECTORIES, prefix=task_prefix(task_id))
     return page + [((Table.TRAJECTORIES, key), value) for key, value in headers]
 
 
@@ -128,7 +128,7 @@ def discard_copy(records: Records, command: DiscardCopy) -> bool:
         remove_settled(records, task_id, state)
     for table in (Table.GROUPS, Table.STATES):
         records.delete(table, key)
-    for found, value in list(records.scan_sealed(Table.TRAJECTORIES, prefix=prefix)):
+    for found, value in list(records.scan_checksummed(Table.TRAJECTORIES, prefix=prefix)):
         header = _header(found, value)
         if header is not None:
             delete_changes(records, header)
@@ -156,7 +156,7 @@ def stage_records(records: Records, command: StageRecords) -> None:
     """Stores turns and rewards of a group that follows. Raises StaleFence."""
     check_fence(records, command.fence)
     for (table, key), value in command.values:
-        records.put_sealed(table, key, value, replicated=True)
+        records.put_checksummed(table, key, value, replicated=True)
     raise_fence(records, command.fence)
 
 
@@ -179,7 +179,7 @@ def import_group(records: Records, command: ImportGroup) -> None:
         if table is Table.TRAJECTORIES:
             _put_header(records, found, value)
         else:
-            records.put_sealed(table, found, value, replicated=True)
+            records.put_checksummed(table, found, value, replicated=True)
     place = queue_key(group.task.purpose, group.queue_index, task_id)
     records.put(Table.QUEUE, place, b"")
     state = intact_state(records, task_id) or common_pb2.GroupRecord()
@@ -200,7 +200,7 @@ def _put_header(records: Records, key: bytes, value: bytes) -> None:
     header = _header(key, value)
     if header is None:
         # The damage stays visible.
-        records.put_sealed(Table.TRAJECTORIES, key, value, replicated=True)
+        records.put_checksummed(Table.TRAJECTORIES, key, value, replicated=True)
         return
     rewarded = bool(header.rewarded_change)
     header = msgspec.structs.replace(header, closed_change=0, rewarded_change=0)

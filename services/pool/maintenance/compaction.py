@@ -188,8 +188,8 @@ class Compactor:
                             break
                     else:
                         raise ResourceExhausted(
-                            "more is written than can be brought into the copy: try again when it "
-                            "is less"
+                            "writes arrive faster than compaction copies them; retry under less "
+                            "load"
                         )
                     environment.exchange(copy, partial(self._bring_in_last, copy))
             finally:
@@ -226,7 +226,7 @@ def _present(records: Records, *, keys: Sequence[Key], start: int) -> list[bytes
     size_bytes = 0
     for index in range(start, len(keys)):
         table, key = keys[index]
-        value = records.get_sealed(table, key)
+        value = records.get_checksummed(table, key)
         values.append(value)
         size_bytes += len(key) + len(value or b"")
         if size_bytes >= CHUNK_BYTES:
@@ -236,7 +236,7 @@ def _present(records: Records, *, keys: Sequence[Key], start: int) -> list[bytes
 
 def _store(records: Records, *, keys: Sequence[Key], values: Sequence[bytes | None]) -> None:
     for (table, key), value in zip(keys, values, strict=True):
-        records.put_sealed(table, key, value)
+        records.put_checksummed(table, key, value)
 
 
 def _counts(records: Records) -> dict[str, int]:

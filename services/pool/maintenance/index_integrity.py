@@ -43,7 +43,7 @@ def index_damage(records: Records, *, readable: bool) -> Iterator[Found | None]:
         if state.state in SETTLED_STATES and readable:
             counts.enter(group, state, counted_rollouts(records, group))
     for table in INDEXES:
-        for key, _ in records.scan_sealed(table):
+        for key, _ in records.scan_checksummed(table):
             yield None
             if (table, key) not in _entries_now(records, table, key):
                 yield table, key, "its group is not there, or elsewhere by now"

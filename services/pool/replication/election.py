@@ -55,8 +55,8 @@ class Election:
                     log.error(
                         "replicas_unknown",
                         pool_shard=self._store.shard,
-                        error="etcd has no record of the replicas in sync: start the replica to "
-                        'continue with once with replication.durability = "local"',
+                        error="etcd has no record of the replicas in sync: start the replica that "
+                        'shall continue, once, with replication.durability = "local"',
                     )
                 if eligible:
                     elected = await self._campaign()

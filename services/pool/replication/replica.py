@@ -98,8 +98,8 @@ class Replica:
         """Raises `Unavailable` while this instance does not lead."""
         if self._leader is None:
             raise Unavailable(
-                f"this instance of pool shard {self._store.shard} follows; its leader is in the "
-                "directory",
+                f"this instance is a follower of pool shard {self._store.shard}; discovery names "
+                "the leader",
                 retry_after_s=RETRY_S,
             )
         return self._leader

@@ -149,10 +149,10 @@ class SelfRepair:
 
 
 def damaged_units(records: Records, *, table: Table, after: bytes) -> tuple[list[Key], bytes]:
-    """Damaged ones of the next units after that key, and the last key; b"" at the end."""
+    """Returns the damaged units after `after`, and the last key read; b"" at the end."""
     if replica_state(records).copying:
         return [], b""  # Of no single moment: what looks damaged may be on its way.
-    keys = [key for key, _ in islice(records.scan_sealed(table, after=after), PAGE)]
+    keys = [key for key, _ in islice(records.scan_checksummed(table, after=after), PAGE)]
     damaged = {
         unit: None for key in keys for unit in units_of(table, key) if not is_whole(records, unit)
     }

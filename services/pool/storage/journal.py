@@ -25,7 +25,7 @@ from services.pool.storage.records import Records, open_value
 from services.pool.storage.tables import LOCAL, Key, Table
 
 JOURNAL_BYTES = 256 << 20
-"""Most bytes of keys; a follower that needs older ones gets a whole copy."""
+"""Size limit of the journal; a follower that needs older entries gets a full copy."""
 TOUCHED_BYTES = 1 << 20
 """Most bytes of keys in one message; a follower with more asks for a whole copy."""
 PAGE_BYTES = 1 << 20
@@ -208,7 +208,7 @@ def present_values(records: Records, keys: Sequence[pb.RecordKey]) -> tuple[pb.R
     for taken, key in enumerate(keys):
         if size_bytes >= PAGE_BYTES:
             return page, taken
-        value = records.get_sealed(_table(key), key.key)
+        value = records.get_checksummed(_table(key), key.key)
         page.changes.add(record=key, value=value or b"")
         size_bytes += len(key.key) + len(value or b"")
     return page, len(keys)
@@ -220,7 +220,7 @@ def all_records(records: Records, *, after: pb.RecordKey | None) -> tuple[pb.Rec
     size_bytes = 0
     number, last = (0, b"") if after is None else (SENT.index(_table(after)), after.key)
     for table in SENT[number:]:
-        for key, value in records.scan_sealed(table, after=last):
+        for key, value in records.scan_checksummed(table, after=last):
             page.changes.add(record=record_key(table, key), value=value)
             size_bytes += len(key) + len(value)
             if size_bytes >= PAGE_BYTES:
@@ -364,7 +364,7 @@ def _keys_of(changes: pb.RecordChanges) -> list[Key]:
 
 def _take(records: Records, changes: pb.RecordChanges) -> None:
     for change in changes.changes:
-        records.put_sealed(_table(change.record), change.record.key, change.value or None)
+        records.put_checksummed(_table(change.record), change.record.key, change.value or None)
 
 
 def _table(key: pb.RecordKey) -> Table:

@@ -33,7 +33,7 @@ class CopiedRecords:
     """The intact records of one unit in a copy."""
 
     values: Mapping[Key, bytes]
-    """As they lie on disk; every checksum matches."""
+    """The records as they lie on disk; every checksum matches."""
     position: int
     """The newest commit that they show; 0 for a copy that was never replicated."""
 
@@ -64,12 +64,12 @@ def stored_values(records: Records, unit: Key) -> Iterator[tuple[Key, bytes]]:
     """Every record of a unit as stored, damaged or not."""
     table, key = unit
     for each in (table, Table.STATES) if table is Table.GROUPS else (table,):
-        value = records.get_sealed(each, key)
+        value = records.get_checksummed(each, key)
         if value is not None:
             yield (each, key), value
     if table is Table.TRAJECTORIES:
         for each in (Table.TURNS, Table.REWARDS):
-            for found, value in records.scan_sealed(each, prefix=key):
+            for found, value in records.scan_checksummed(each, prefix=key):
                 yield (each, found), value
 
 

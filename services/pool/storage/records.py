@@ -144,8 +144,8 @@ def turn_of_payload(payload: Payload) -> Payload:
     return payload[_TURN_HEAD.size :]
 
 
-def seal_value(key: bytes, *payload: bytes) -> bytes:
-    """The pieces of a payload, behind their checksum, as they lie on disk."""
+def checksummed_value(key: bytes, *payload: bytes) -> bytes:
+    """Returns the record of a payload as it lies on disk: its checksum, then its pieces."""
     checksum = crc32(key)
     for piece in payload:
         checksum = crc32(piece, checksum)
@@ -153,7 +153,7 @@ def seal_value(key: bytes, *payload: bytes) -> bytes:
 
 
 def checksum_of(key: bytes, payload: Payload) -> bytes:
-    """As it lies on disk before `payload`."""
+    """Returns the checksum of a record as it lies on disk before `payload`."""
     return _CHECKSUM.pack(crc32(payload, crc32(key)))
 
 
@@ -200,7 +200,7 @@ class Records:
 
     def put(self, table: Table, key: bytes, *payload: bytes) -> None:
         """Stores the pieces of `payload` as one record."""
-        value = seal_value(key, *payload)
+        value = checksummed_value(key, *payload)
         self._transaction.put(key, value, db=self._databases[table])
         self._changed(table, key, value)
 
@@ -209,12 +209,12 @@ class Records:
         if self._transaction.delete(key, db=self._databases[table]):
             self._changed(table, key, None)
 
-    def get_sealed(self, table: Table, key: bytes) -> bytes | None:
+    def get_checksummed(self, table: Table, key: bytes) -> bytes | None:
         """The record as stored, with its checksum."""
         value = self._transaction.get(key, db=self._databases[table])
         return None if value is None else bytes(value)
 
-    def put_sealed(
+    def put_checksummed(
         self, table: Table, key: bytes, value: bytes | None, *, replicated: bool = False
     ) -> None:
         """Stores a record as it lies on another disk, None to delete it; `replicated`: followers
@@ -265,7 +265,7 @@ class Records:
             yield key, open_value(table, key, value)
 
     def scan_stored(self, table: Table, *, prefix: bytes) -> Iterator[tuple[bytes, bytes, Payload]]:
-        """As `scan`, with the checksum of each record."""
+        """Yields keys, checksums and payloads of `scan`."""
         for key, value in self._scan(table, prefix, b""):
             payload = value[_CHECKSUM.size :]
             checksum = checksum_of(key, payload)
@@ -273,10 +273,10 @@ class Records:
                 open_value(table, key, value)  # Raises.
             yield key, checksum, payload
 
-    def scan_sealed(
+    def scan_checksummed(
         self, table: Table, *, prefix: bytes = b"", after: bytes = b""
     ) -> Iterator[tuple[bytes, bytes]]:
-        """As `scan`, but records as stored, intact or not."""
+        """Yields the keys of `scan` with the records as stored, intact or not."""
         for key, value in self._scan(table, prefix, after):
             yield key, bytes(value)
 

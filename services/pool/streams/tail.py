@@ -32,7 +32,7 @@ PAGE_ENTRIES = 256
 """Most entries read in one snapshot."""
 PAGE_BYTES = 1 << 20
 POLL_S = 1.0
-"""Longest delay of a change without a wake-up, as after a restart of the writer."""
+"""Longest delay of a change when the writer sends no wake-up, as after its restart."""
 STALL_S = 60.0
 """Longest wait of one response for its reader."""
 

@@ -82,7 +82,7 @@ class Node:
     def dump(self) -> dict[Table, list[tuple[bytes, bytes]]]:
         """Every record that replicas have in common."""
         return self.store.read(
-            lambda records: {table: list(records.scan_sealed(table)) for table in SENT}
+            lambda records: {table: list(records.scan_checksummed(table)) for table in SENT}
         )
 
 

@@ -156,4 +156,4 @@ def records_of(directory: Path) -> dict[Table, list[tuple[bytes, bytes]]]:
     """Every record of a shard as it lies on disk."""
     with snapshot(directory) as (transaction, databases):
         records = Records(transaction, databases)
-        return {table: list(records.scan_sealed(table)) for table in Table}
+        return {table: list(records.scan_checksummed(table)) for table in Table}

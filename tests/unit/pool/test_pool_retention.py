@@ -301,7 +301,7 @@ def test_damaged_group_blocks_no_freeing(store, table):
         Table.TRAJECTORIES: trajectory_key(parse_trajectory_id("damaged:1:0")),
         Table.GROUPS: group_key("damaged"),
     }[table]
-    store.write(lambda records: records.put_sealed(table, last_key, b"no checksum"))
+    store.write(lambda records: records.put_checksummed(table, last_key, b"no checksum"))
     for freed_groups in (1, 0):
         assert free_now(store, "damaged", "whole").groups == freed_groups
         assert summary(store, "whole:0:0").freed
@@ -372,7 +372,7 @@ def test_new_leader_counts_freed_groups_as_before(store):
 
 
 def scheduler_of(store: PoolStore) -> TermState:
-    """What a scheduler that takes office makes of the shard."""
+    """What a new leader of the schedulers reads from the shard."""
     state = TermState(GenerationQueue(QueueSettings(concurrency=8), term=1), max_pending=100)
     state.earlier.restore(map(stored_group, groups_page(store).groups), now_s=0.0)
     return state

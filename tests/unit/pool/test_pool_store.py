@@ -365,6 +365,6 @@ def test_scan_passes_over_unreadable_trajectories(store):
     for trajectory_id in ("a:0:0", "a:1:0", "b:0:0"):
         append(store, make_turn(trajectory_id))
     key = trajectory_key(parse_trajectory_id("a:0:0"))
-    store.write(lambda records: records.put_sealed(Table.TRAJECTORIES, key, b"no checksum"))
+    store.write(lambda records: records.put_checksummed(Table.TRAJECTORIES, key, b"no checksum"))
     found = [[t.trajectory_id for t in group.trajectories] for group in groups_page(store).groups]
     assert found == [["a:1:0"], ["b:0:0"]]

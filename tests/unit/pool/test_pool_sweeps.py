@@ -115,9 +115,9 @@ async def test_damaged_entry_keeps_only_its_own_group(
     put_groups(store, make_group("damaged"), make_group("whole", 1))
     for number, task_id in enumerate(("damaged", "whole")):
         set_states(store, change(task_id, TOMBSTONED), now_unix_s=SETTLED_S + number)
-    (key, _), _ = store.read(lambda records: list(records.scan_sealed(Table.SETTLED)))
-    store.write(lambda records: records.put_sealed(Table.SETTLED, key, b"no checksum"))
-    store.write(lambda records: records.put_sealed(Table.SETTLED, b"\xff\xfe", b"no key"))
+    (key, _), _ = store.read(lambda records: list(records.scan_checksummed(Table.SETTLED)))
+    store.write(lambda records: records.put_checksummed(Table.SETTLED, key, b"no checksum"))
+    store.write(lambda records: records.put_checksummed(Table.SETTLED, b"\xff\xfe", b"no key"))
     sweeping = sweeper.retention(keep_age_s=0.0)
     sweeper.now_unix_s = SETTLED_S + 1
     with capture_logs() as logs:

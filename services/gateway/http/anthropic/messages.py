@@ -47,7 +47,7 @@ class AnthropicMessages:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the routes of messages and of token counts."""
         edge, path = self._edge, "/v1/messages"
         create = served_or_forwarded(edge, path, self._create, error_events=_error_event)
         router.add_post(f"{prefix}{path}", create)

@@ -44,7 +44,7 @@ FIELDS = Fields(harmless=_HARMLESS)
 COUNT_FIELDS = Fields(
     harmless=_HARMLESS | {"max_tokens", "stream", "temperature", "top_p", "top_k", "stop_sequences"}
 )
-"""Those of a request for a number of tokens."""
+"""Unused fields of a request for a number of tokens."""
 
 
 class Tool(msgspec.Struct):

@@ -46,7 +46,7 @@ class Gemini:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the routes of generation, streams and token counts."""
         for version in VERSIONS:
             model = f"{prefix}/{version}/models/{{model}}"
             router.add_post(f"{model}:generateContent", self._create)

@@ -196,8 +196,8 @@ async def grammar_of(config: GenerationConfig) -> common_pb2.Grammar | None:
         case other:
             raise InvalidArgument(
                 f"generationConfig.responseMimeType = {other[:40]!r} "
-                f"{'with' if schema else 'without'} a schema is not supported: 'application/json', "
-                "'text/x.enum' with an enum, and 'text/plain' without a schema are"
+                f"{'with' if schema else 'without'} a schema is not supported; use "
+                "'application/json', 'text/x.enum' with an enum, or 'text/plain' without a schema"
             )
 
 

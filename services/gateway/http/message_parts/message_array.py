@@ -42,7 +42,7 @@ class ArrayReader(Generic[Item]):
     images: ImagePolicy
 
     def __call__(self, array: bytes, first: int) -> list[Message]:
-        """As `forge.core.conversation.request_prefix.Read`."""
+        """Returns the messages of `array`; `first` is the index of its first message."""
         try:
             return self._read(array, whole=not first)
         except InvalidArgument:

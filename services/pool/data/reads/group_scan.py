@@ -96,10 +96,10 @@ class GroupScan:
         # A group that came behind the scan's back has an entry, so it is not among them.
         queued = {
             task_of_queue_key(key)
-            for key, value in records.scan_sealed(Table.QUEUE)
+            for key, value in records.scan_checksummed(Table.QUEUE)
             if is_intact_entry(key, value)
         }
-        tasks = (TaskId(key.decode()) for key, _ in records.scan_sealed(Table.GROUPS))
+        tasks = (TaskId(key.decode()) for key, _ in records.scan_checksummed(Table.GROUPS))
         return [task_id for task_id in tasks if task_id not in queued]
 
 

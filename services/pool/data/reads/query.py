@@ -66,7 +66,7 @@ class _Candidate:
     position: bytes
     trajectory: bytes
     value: bytes | None
-    """Its header as it lies on disk; None for one that is no candidate any more."""
+    """The trajectory's header as it lies on disk; None for one that is no candidate any more."""
 
 
 def query(
@@ -172,8 +172,8 @@ class Pages:
 def _fitting(
     records: Records, wanted: pool_pb2.TrajectoryFilter, candidate: _Candidate
 ) -> tuple[common_pb2.TrajectorySummary | None, int]:
-    """Its summary, None if it does not fit, and the number of turns read. Raises
-    `DamagedRecord`."""
+    """Returns the summary of a candidate, None if it does not fit, and the number of turns read.
+    Raises `DamagedRecord`."""
     trajectory, turns = candidate.trajectory, 0
     if candidate.value is None:
         return None, 0
@@ -196,7 +196,9 @@ def _candidates(
             yield from _labeled(records, labels, after)
             return
         for prefix in sorted(map(task_prefix, set(wanted.task_ids))) or [b""]:
-            for key, value in records.scan_sealed(Table.TRAJECTORIES, prefix=prefix, after=after):
+            for key, value in records.scan_checksummed(
+                Table.TRAJECTORIES, prefix=prefix, after=after
+            ):
                 yield _Candidate(position=key, trajectory=key, value=value)
         return
     start = (
@@ -205,7 +207,7 @@ def _candidates(
     for number, change in changes_after(records, start):
         # One that has been deleted counts as looked at, too.
         closed = change.kind == ChangeKind.CLOSED
-        header = records.get_sealed(Table.TRAJECTORIES, change.trajectory) if closed else None
+        header = records.get_checksummed(Table.TRAJECTORIES, change.trajectory) if closed else None
         yield _Candidate(position=change_key(number), trajectory=change.trajectory, value=header)
 
 
@@ -218,7 +220,7 @@ def _labeled(records: Records, labels: Sequence[bytes], after: bytes) -> Iterato
         if not whole:
             yield _Candidate(position=prefix, trajectory=prefix, value=None)
             continue
-        for key, value in records.scan_sealed(Table.TRAJECTORIES, prefix=prefix, after=after):
+        for key, value in records.scan_checksummed(Table.TRAJECTORIES, prefix=prefix, after=after):
             yield _Candidate(position=key, trajectory=key, value=value)
         yield _Candidate(position=prefix + _END_OF_TASK, trajectory=prefix, value=None)
 

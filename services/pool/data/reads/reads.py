@@ -125,7 +125,7 @@ def groups(
     of the index are `prefix` and a place in the queue."""
     page: list[pool_pb2.ScanGroupsResponse] = []
     size_bytes = whole = damaged = 0
-    for key, value in records.scan_sealed(table, prefix=prefix, after=after):
+    for key, value in records.scan_checksummed(table, prefix=prefix, after=after):
         if not is_intact_entry(key, value):
             # It may name another group or place; only the group's record is reliable.
             log.error("queue_entry_damaged", key=key.hex())
@@ -274,7 +274,7 @@ def _scanned(
     if brief and group.settled_unix_s and group.task_digest:
         group.task.payload_json = ""
     response = pool_pb2.ScanGroupsResponse(group=group)
-    for key, _ in records.scan_sealed(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
+    for key, _ in records.scan_checksummed(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
         try:
             summary = summarize(records, name_of_trajectory_key(key), brief=brief)
         except DataLoss as error:

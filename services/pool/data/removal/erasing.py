@@ -103,7 +103,7 @@ def erase(records: Records, command: EraseTasks) -> Erased:
 
 
 def _has_records(records: Records, table: Table, task_id: str) -> bool:
-    return next(records.scan_sealed(table, prefix=task_prefix(task_id)), None) is not None
+    return next(records.scan_checksummed(table, prefix=task_prefix(task_id)), None) is not None
 
 
 def _has_bytes(records: Records, task_id: str) -> bool:
@@ -127,7 +127,7 @@ def _mark(records: Records, task_id: str, *, now_unix_s: float) -> None:
     """Refuses reads and writes of a task from this transaction on."""
     put_erasure(records, task_id)
     prefix = task_prefix(task_id)
-    for key, value in list(records.scan_sealed(Table.TRAJECTORIES, prefix=prefix)):
+    for key, value in list(records.scan_checksummed(Table.TRAJECTORIES, prefix=prefix)):
         try:
             header = decode_header(open_value(Table.TRAJECTORIES, key, value))
         except (DataLoss, msgspec.MsgspecError):
@@ -177,7 +177,7 @@ def _finish(records: Records, task_id: str) -> Erased:
     """Deletes the trajectories of a task and clears its group."""
     settled = before_late_seal(records, task_id, past_damage=True)
     prefix = task_prefix(task_id)
-    keys = [key for key, _ in records.scan_sealed(Table.TRAJECTORIES, prefix=prefix)]
+    keys = [key for key, _ in records.scan_checksummed(Table.TRAJECTORIES, prefix=prefix)]
     for key in keys:
         records.delete(Table.TRAJECTORIES, key)
     after_late_seal(records, settled)

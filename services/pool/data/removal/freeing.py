@@ -93,7 +93,7 @@ def is_freed(records: Records, task_id: str) -> bool:
     state = intact_state(records, task_id)
     if state is not None:
         return bool(state.freed_unix_s)
-    for key, value in records.scan_sealed(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
+    for key, value in records.scan_checksummed(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
         with suppress(DamagedRecord):
             if decode_header(open_value(Table.TRAJECTORIES, key, value)).freed:
                 return True
@@ -107,12 +107,12 @@ def check_not_freed(
     group; `header` is its stored header."""
     if header is not None:
         if header.freed:
-            raise FailedPrecondition(f"{name} was freed: {_fate(records, name.task_id)}")
+            raise FailedPrecondition(f"{name} was freed: {_final_state(records, name.task_id)}")
         return
     if is_freed(records, name.task_id):
         raise FailedPrecondition(
             f"group {name.task_id} was freed, so {name} cannot begin: "
-            f"{_fate(records, name.task_id)}"
+            f"{_final_state(records, name.task_id)}"
         )
 
 
@@ -249,7 +249,7 @@ def _drop_payload(records: Records, task_id: str) -> int:
     return freed_bytes
 
 
-def _fate(records: Records, task_id: str) -> str:
+def _final_state(records: Records, task_id: str) -> str:
     if is_erased(records, task_id):
         return "an operator erased its group"
     state = intact_state(records, task_id)

@@ -37,7 +37,9 @@ def orphans_after(records: Records, after: bytes, *, limit: int) -> OrphanPage:
     """
     found: list[TaskId] = []
     task_id = ""
-    for seen, (key, _) in enumerate(records.scan_sealed(Table.TRAJECTORIES, after=after), start=1):
+    for seen, (key, _) in enumerate(
+        records.scan_checksummed(Table.TRAJECTORIES, after=after), start=1
+    ):
         # The trajectories of a task lie together.
         if not key.startswith(task_prefix(task_id)):
             task_id = name_of_trajectory_key(key).task_id

@@ -26,9 +26,9 @@ MENDED = (Table.TAGS, Table.LABELS)
 def wrong_entries(
     records: Records, table: Table, *, after: bytes, limit: int
 ) -> tuple[list[Key], bytes]:
-    """The entries to mend among the next `limit` records of a table, GROUPS for missing ones, and
-    the last key; b"" at the end."""
-    keys = [key for key, _ in islice(records.scan_sealed(table, after=after), limit)]
+    """Returns the wrong entries among the next `limit` records, and the last key read; b"" at the
+    end. GROUPS finds missing entries."""
+    keys = [key for key, _ in islice(records.scan_checksummed(table, after=after), limit)]
     wrong: list[Key] = []
     for key in keys:
         entries = _of_group(records, key) if table is Table.GROUPS else [(table, key)]
@@ -37,7 +37,7 @@ def wrong_entries(
 
 
 def mend(records: Records, command: MendIndex) -> int:
-    """Stores and deletes entries, unless they are right by now; the number of changes."""
+    """Stores and deletes entries that are still wrong; returns the number of changes."""
     changed = 0
     for table, key in command.entries:
         if not _is_wrong(records, (table, key)):
@@ -64,7 +64,7 @@ def _is_wrong(records: Records, entry: Key) -> bool:
     """Whether an entry is missing or damaged, or has no group that wants it. Of a damaged group no
     entry is wrong."""
     table, key = entry
-    value = records.get_sealed(table, key)
+    value = records.get_checksummed(table, key)
     try:
         if not _is_wanted(records, entry):
             return value is not None

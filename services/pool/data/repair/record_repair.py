@@ -38,9 +38,9 @@ from services.pool.storage.records import (
     Records,
     TrajectoryHeader,
     checksum_of,
+    checksummed_value,
     decode_header,
     open_value,
-    seal_value,
 )
 from services.pool.storage.tables import Key, Table
 
@@ -67,7 +67,7 @@ def repair_unit(
     """
     table, key = unit
     current = 0 < since <= copy.position
-    put = partial(ours.put_sealed, replicated=replicated)
+    put = partial(ours.put_checksummed, replicated=replicated)
     match table:
         case Table.TRAJECTORIES if _of_erased_task(ours, key):
             for record, _ in list(stored_values(ours, unit)):
@@ -99,7 +99,7 @@ def _restore(ours: Records, record: Key, copy: CopiedRecords, put: _Put) -> None
         if table is Table.GROUPS and is_erased(ours, key.decode()):
             # The copy may be older than the erasure.
             group = common_pb2.GroupRecord.FromString(bytes(open_value(table, key, value)))
-            value = seal_value(key, erased_group(group).SerializeToString())
+            value = checksummed_value(key, erased_group(group).SerializeToString())
         put(*record, value)
 
 
@@ -154,7 +154,7 @@ def _queue_again(ours: Records, task: bytes, put: _Put) -> None:
     """Stores the queue entry of an intact group if it is missing."""
     place = _place_of(ours, task)
     if place is not None and not _opens(ours, (Table.QUEUE, place)):
-        put(Table.QUEUE, place, seal_value(place))
+        put(Table.QUEUE, place, checksummed_value(place))
 
 
 def _place_of(records: Records, task: bytes) -> bytes | None:
@@ -166,7 +166,7 @@ def _place_of(records: Records, task: bytes) -> bytes | None:
 
 
 def _opens(records: Records, record: Key) -> bool:
-    value = records.get_sealed(*record)
+    value = records.get_checksummed(*record)
     return value is not None and opens(record, value)
 
 

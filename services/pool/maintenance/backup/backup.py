@@ -74,7 +74,7 @@ def check(directory: Path, progress: Progress) -> Iterator[Damage]:
                 f"{directory} has pool schema version {version}, but this program checks version "
                 f"{SCHEMA_VERSION}: "
                 + (
-                    "serve it once, which brings it there"
+                    "start a pool instance on it once to migrate it"
                     if version < SCHEMA_VERSION
                     else "use the version that wrote it"
                 )
@@ -104,7 +104,7 @@ def snapshot(directory: Path) -> Iterator[tuple[Any, dict[Table, Any]]]:
         except lmdb.NotFoundError:
             raise ConfigError(
                 f"{directory} is not a pool shard of schema version {SCHEMA_VERSION}: it lacks a "
-                "table; serve it once, which brings it there"
+                "table; start a pool instance on it once to migrate it"
             ) from None
         except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
             raise DataLoss(f"{directory} is damaged: {error}") from None
@@ -266,7 +266,7 @@ def new_directory(target: Path, *, keep: Callable[[], bool] = lambda: True) -> I
 
 @contextmanager
 def room() -> Iterator[None]:
-    """Translates errors of a full or read-only place."""
+    """Raises `ResourceExhausted` for a full or read-only target."""
     try:
         yield
     except OSError as error:

@@ -35,7 +35,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     base_id: str = ""
     """The backup that an increment follows; "" for a full one."""
     base: str = ""
-    """Its directory, beside this one."""
+    """The directory of that backup, beside this one."""
     shard: str
     lineage: str
     taken_unix_s: float

@@ -232,7 +232,7 @@ def counted_rollouts(records: Records, group: common_pb2.GroupRecord) -> list[Ro
     if group.task.purpose != common_pb2.PURPOSE_TRAIN:
         return []
     found: dict[int, Rollout] = {}
-    for key, value in records.scan_sealed(
+    for key, value in records.scan_checksummed(
         Table.TRAJECTORIES, prefix=task_prefix(group.task.task_id)
     ):
         index = name_of_trajectory_key(key).rollout_index
@@ -269,7 +269,7 @@ def _index_again(records: Records, task_ids: Container[str]) -> None:
 
 def _remove_entries(records: Records, task_ids: Container[str]) -> None:
     for table in INDEXES:
-        keys = [key for key, _ in records.scan_sealed(table)]
+        keys = [key for key, _ in records.scan_checksummed(table)]
         for key in keys:
             with suppress(ValueError):
                 if task_of_entry(table, key) in task_ids:
@@ -292,7 +292,7 @@ def stored_groups(
     """Every group and its state. A damaged state counts as pending; the queue gives id, purpose and
     place of a damaged group."""
     damaged: set[TaskId] = set()
-    for key, value in records.scan_sealed(Table.GROUPS):
+    for key, value in records.scan_checksummed(Table.GROUPS):
         try:
             payload = bytes(open_value(Table.GROUPS, key, value))
         except DataLoss:
@@ -301,7 +301,7 @@ def stored_groups(
         yield common_pb2.GroupRecord.FromString(payload), state_of(records, key.decode())
     if not damaged:
         return
-    for key, value in records.scan_sealed(Table.QUEUE):
+    for key, value in records.scan_checksummed(Table.QUEUE):
         if not is_intact_entry(key, value) or task_of_queue_key(key) not in damaged:
             continue
         purpose, queue_index = place_of_queue_key(key)

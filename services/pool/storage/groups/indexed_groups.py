@@ -73,7 +73,7 @@ def trained_after(records: Records, step: int) -> list[TaskId]:
     """Groups that are trained, by a later step, in the order of steps."""
     after = ORDER.pack(TRAINED, min(step + 1, 2**64 - 1))
     found = []
-    for key, _ in records.scan_sealed(Table.SETTLED_ORDER, after=after):
+    for key, _ in records.scan_checksummed(Table.SETTLED_ORDER, after=after):
         if key[0] != TRAINED:
             break
         found.append(task_of_entry(Table.SETTLED_ORDER, key))
@@ -84,10 +84,10 @@ def unindexed(records: Records) -> list[TaskId]:
     """Groups that are not settled and have no intact entry among the pending."""
     pending = {
         task_of_queue_key(key)
-        for key, value in records.scan_sealed(Table.PENDING)
+        for key, value in records.scan_checksummed(Table.PENDING)
         if is_intact_entry(key, value)
     }
-    tasks = (TaskId(key.decode()) for key, _ in records.scan_sealed(Table.GROUPS))
+    tasks = (TaskId(key.decode()) for key, _ in records.scan_checksummed(Table.GROUPS))
     missing = (task_id for task_id in tasks if task_id not in pending)
     return [each for each in missing if state_of(records, each).state not in INDEXED_STATES]
 
@@ -96,7 +96,7 @@ def not_moved(records: Records, limit: int) -> list[TaskId]:
     """Settled groups, then pending ones, that did not move to another shard."""
     found: list[TaskId] = []
     for table in (Table.SETTLED_ORDER, Table.PENDING):
-        for key, value in records.scan_sealed(table):
+        for key, value in records.scan_checksummed(table):
             if len(found) == limit:
                 return found
             if table is Table.SETTLED_ORDER and key[0] == MOVED:

@@ -71,7 +71,7 @@ def has_labels(task: Labeled, wanted: Labeled) -> bool:
 
 
 def before(task: bytes) -> bytes:
-    """A position before the prefix of a task and behind those of all lower ones."""
+    """Returns the position just before the first entry of this task."""
     # A colon follows a nine, and no byte of a task id is as high.
     return task[:-1] + b"9\xff"
 
@@ -97,7 +97,7 @@ def labeled_tasks(
 
 def _next(records: Records, label: bytes, after: bytes) -> bytes | None:
     """The first task with a label behind a position."""
-    for key, value in records.scan_sealed(Table.LABELS, prefix=label, after=label + after):
+    for key, value in records.scan_checksummed(Table.LABELS, prefix=label, after=label + after):
         if not is_intact_entry(key, value):
             message = f"the checksum of an entry of {Table.LABELS.value} does not match"
             raise DamagedRecord(message, table=Table.LABELS, key=key)

@@ -48,7 +48,7 @@ def index_settled(records: Records, task_id: str, state: common_pb2.GroupRecord)
 def remove_settled(records: Records, task_id: str, state: common_pb2.GroupRecord | None) -> None:
     """Removes a group; `state` as it was added, None if unknown."""
     if state is None:
-        keys = [key for key, _ in records.scan_sealed(Table.SETTLED)]
+        keys = [key for key, _ in records.scan_checksummed(Table.SETTLED)]
         entered = [key for key in keys if key[_SETTLED_KEY.size :] == group_key(task_id)]
     else:
         entered = [settled_key(state.settled_unix_s, task_id)] if state.settled_unix_s else []
@@ -74,7 +74,7 @@ def index_all_settled(records: Records, *, now_unix_s: float) -> None:
 
 def settled_after(records: Records, after: bytes) -> Iterator[SettledGroup]:
     """Settled groups that have records to free, the oldest first."""
-    for key, value in records.scan_sealed(Table.SETTLED, after=after):
+    for key, value in records.scan_checksummed(Table.SETTLED, after=after):
         try:
             settled_unix_s, task_id = parse_settled_key(key)
             step = _STEP.unpack(open_value(Table.SETTLED, key, value))[0]

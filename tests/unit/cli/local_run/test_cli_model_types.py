@@ -11,7 +11,7 @@ import pytest
 
 from forge.cli.local_run.model_types import types_line
 from forge.cli.local_run.run_options import RunOptions
-from forge.cli.local_run.training_run import preset_of, settings_of, state_of
+from forge.cli.local_run.training_run import preset_of, run_state, settings_of
 from forge.cli.rundir import RunDirectory
 from forge.runtime.coordination import Instance
 
@@ -24,7 +24,7 @@ def worker_types_of(
     (folder / "config.json").write_text(json.dumps(config))
     options = RunOptions(model=str(folder), overrides=list(overrides), device=device)
     directory = RunDirectory(folder / "run")
-    state = replace(state_of(options, directory), model_path=str(folder))
+    state = replace(run_state(options, directory), model_path=str(folder))
     settings = settings_of(options, directory, state, preset_of(options, state))
     return {settings.get(kind, {}).get("dtype", "auto") for kind in ("prefill", "decode")}
 

@@ -38,7 +38,7 @@ class Call:
 
 
 def flip(store: PoolStore, table: Table, task_id: str) -> None:
-    store.write(lambda records: records.put_sealed(table, group_key(task_id), FLIPPED))
+    store.write(lambda records: records.put_checksummed(table, group_key(task_id), FLIPPED))
 
 
 async def set_over_grpc(
@@ -120,7 +120,7 @@ async def test_damaged_state_is_replaced_by_a_pending_one(store):
 async def test_lost_state_is_replaced(store):
     """If the group's record exists; without a record the group stays unknown."""
     put_groups(store, make_group("a"))
-    store.write(lambda records: records.put_sealed(Table.STATES, b"a", None))
+    store.write(lambda records: records.put_checksummed(Table.STATES, b"a", None))
     await set_over_grpc(store, change("a", TRAINED, batch_id="x", step=1))
     with pytest.raises(NotFound, match="group b is not on this shard"):
         await set_over_grpc(store, change("b", TRAINED, step=1))
@@ -169,8 +169,8 @@ async def test_damaged_group_blocks_no_turn_and_no_seal(store, table):
 async def test_damaged_trajectory_cannot_be_sealed(store):
     """No unreadable trajectory is sealed."""
     append(store, make_turn("a:0:0"))
-    ((key, _),) = store.read(lambda records: list(records.scan_sealed(Table.TURNS)))
-    store.write(lambda records: records.put_sealed(Table.TURNS, key, FLIPPED))
+    ((key, _),) = store.read(lambda records: list(records.scan_checksummed(Table.TURNS)))
+    store.write(lambda records: records.put_checksummed(Table.TURNS, key, FLIPPED))
     with pytest.raises(DataLoss, match="in turns does not match"):
         await seal_over_grpc(store, "a:0:0", turns=1)
 
@@ -202,7 +202,7 @@ def test_damaged_end_of_the_change_log_blocks_no_seal(store):
         append(store, make_turn(f"a:{index}:0"))
     seal(store, "a:0:0")
     seal(store, "a:1:0", now_unix_s=200.0)
-    store.write(lambda records: records.put_sealed(Table.META, b"change_log", FLIPPED))
+    store.write(lambda records: records.put_checksummed(Table.META, b"change_log", FLIPPED))
     seal(store, "a:2:0", now_unix_s=150.0)
     (first, second, third) = store.read(
         lambda records: [int.from_bytes(key, "big") for key, _ in records.scan(Table.CHANGES)]

@@ -302,7 +302,7 @@ async def test_damaged_group_does_not_move(pair: Pair) -> None:
     fill(pair.source, "whole", 0)
     fill(pair.source, "broken", 1)
     key = group_key("broken")
-    pair.source.write(lambda records: records.put_sealed(Table.GROUPS, key, b"flipped"))
+    pair.source.write(lambda records: records.put_checksummed(Table.GROUPS, key, b"flipped"))
     with pytest.raises(DataLoss, match="broken"):
         await pair.copy("whole", "broken")
     assert [each.group.task.task_id for each in scanned(pair.target)] == ["whole"]

@@ -47,7 +47,9 @@ def fill(store: PoolStore) -> None:
 
 
 def everything(store: PoolStore) -> dict[Table, list[tuple[bytes, bytes]]]:
-    return store.read(lambda records: {table: list(records.scan_sealed(table)) for table in Table})
+    return store.read(
+        lambda records: {table: list(records.scan_checksummed(table)) for table in Table}
+    )
 
 
 def left_over(directory: Path) -> list[str]:
@@ -182,7 +184,7 @@ async def test_compaction_ends_if_changes_arrive_too_fast(store, monkeypatch):
     """After some rounds."""
     fill(store)
     monkeypatch.setattr(compaction, "FEW_RECORDS", -1)
-    await refused(store, ResourceExhausted, "more is written than can be brought into the copy")
+    await refused(store, ResourceExhausted, "writes arrive faster than compaction copies them")
 
 
 async def test_compaction_ends_if_a_table_is_cleared(store, monkeypatch):

@@ -60,7 +60,7 @@ async def damaged(node: Callable[[str], Node]) -> AsyncIterator[tuple[SelfRepair
     append(leader.store, make_turn("a:0:0"))
     unit = (Table.TRAJECTORIES, KEY[:-4])
     other = Other(leader.store.read(partial(copied_records, units=[unit])))
-    leader.store.write(lambda records: records.put_sealed(Table.TURNS, KEY, b"flipped"))
+    leader.store.write(lambda records: records.put_checksummed(Table.TURNS, KEY, b"flipped"))
     readers = Readers(1)
     yield SelfRepair(leader.store, Writer(leader.store), readers, other.fetch, leads=True), other
     await readers.close()
@@ -115,10 +115,10 @@ async def test_leader_mends_indexes_in_its_pass(node: Callable[[str], Node]) -> 
 
     def flip(records: Records) -> None:
         for table in MENDED:
-            key = next(key for key, _ in records.scan_sealed(table))
-            value = records.get_sealed(table, key)
-            records.put_sealed(table, key, None)
-            records.put_sealed(table, bytes([key[0] ^ 1]) + key[1:], value)
+            key = next(key for key, _ in records.scan_checksummed(table))
+            value = records.get_checksummed(table, key)
+            records.put_checksummed(table, key, None)
+            records.put_checksummed(table, bytes([key[0] ^ 1]) + key[1:], value)
 
     leader.store.write(flip)
     assert len(damage_of(leader.store)) >= 4

@@ -9,7 +9,7 @@ from services.pool.data.commands import EraseTasks, FreeGroups
 from services.pool.data.reads.group_scan import ErasedScan
 from services.pool.readers import Readers
 from services.pool.storage.change_trackers import RecentChanges
-from services.pool.storage.records import seal_value
+from services.pool.storage.records import checksummed_value
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_reward, make_turn
@@ -101,7 +101,7 @@ def test_changes_of_a_follower_are_recorded(node):
     follower = node("b")
     mark = mark_of(follower.store)
     record = replica_pb2.RecordKey(table=Table.STATES.value, key=b"a")
-    value = seal_value(b"a", b"")
+    value = checksummed_value(b"a", b"")
     commit_step = replica_pb2.FollowStep(commit=replica_pb2.RecordChanges(position=2))
     commit_step.commit.changes.add(record=record, value=value)
     follower.take(replica_pb2.FollowStep(caught_up_position=1), commit_step)

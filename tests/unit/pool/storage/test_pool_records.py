@@ -12,12 +12,12 @@ from services.pool.storage import keys
 from services.pool.storage.records import (
     TrajectoryHeader,
     TurnHead,
+    checksummed_value,
     decode_header,
     decode_turn_head,
     encode_header,
     encode_turn_head,
     open_value,
-    seal_value,
     turn_of_payload,
 )
 from services.pool.storage.tables import Table
@@ -89,7 +89,7 @@ def test_the_longest_key_fits():
 @given(key=st.binary(min_size=1, max_size=40), payload=st.binary(max_size=200))
 def test_sealed_value_is_read_back(key, payload):
     """Under its key."""
-    assert open_value(Table.TURNS, key, seal_value(key, payload)) == payload
+    assert open_value(Table.TURNS, key, checksummed_value(key, payload)) == payload
 
 
 @given(
@@ -99,7 +99,7 @@ def test_sealed_value_is_read_back(key, payload):
 )
 def test_flipped_bit_is_data_loss(key, payload, bit):
     """Any single wrong bit, in checksum or payload, is detected and the table named."""
-    damaged = bytearray(seal_value(key, payload))
+    damaged = bytearray(checksummed_value(key, payload))
     position = bit % (8 * len(damaged))
     damaged[position // 8] ^= 1 << position % 8
     with pytest.raises(DataLoss, match="turns"):
@@ -109,15 +109,15 @@ def test_flipped_bit_is_data_loss(key, payload, bit):
 @given(payload=st.binary(max_size=50), cut=st.integers(1, 54))
 def test_truncated_value_is_data_loss(payload, cut):
     """A shortened value, even an empty one, is detected."""
-    sealed = seal_value(b"key", payload)
+    value = checksummed_value(b"key", payload)
     with pytest.raises(DataLoss):
-        open_value(Table.REWARDS, b"key", sealed[: max(0, len(sealed) - cut)])
+        open_value(Table.REWARDS, b"key", value[: max(0, len(value) - cut)])
 
 
 def test_value_under_another_key_is_data_loss():
     """A whole value in the wrong place is damage too."""
     with pytest.raises(DataLoss):
-        open_value(Table.TURNS, b"other", seal_value(b"key", b"payload"))
+        open_value(Table.TURNS, b"other", checksummed_value(b"key", b"payload"))
 
 
 heads = st.builds(

@@ -43,7 +43,7 @@ class ChatCompletions:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the route of chat completions."""
         path = "/v1/chat/completions"
         handler = served_or_forwarded(
             self._edge, path, self._create, error_events=lambda _: error_event

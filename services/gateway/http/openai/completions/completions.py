@@ -40,7 +40,7 @@ class Completions:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the route of `/v1/completions`."""
         path = "/v1/completions"
         handler = served_or_forwarded(
             self._edge, path, self._create, error_events=lambda _: error_event
@@ -109,7 +109,7 @@ class Completion(CompletionObject):
         return merged(choices, end=self.end)
 
     def choice(self, index: int, text: str) -> dict[str, Any]:
-        """Returns a choice without end."""
+        """Returns a choice without a finish_reason."""
         return {"index": index, "text": text, "finish_reason": None, "logprobs": None}
 
     def echoed(self, index: int) -> str:

@@ -17,7 +17,7 @@ MAX_PROMPTS = 128
 MAX_ANSWERS = 128
 MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
-"""As in OpenAI's API."""
+"""Default of OpenAI's API."""
 LARGE_TEXT_CHARS = 32_768
 """Longer texts are encoded on a thread."""
 

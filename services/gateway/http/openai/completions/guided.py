@@ -95,7 +95,7 @@ def _schema(name: str, text: str) -> dict[str, Any]:
 def any_of(name: str, choices: list[str]) -> str:
     """Returns the regular expression of several texts; raises `InvalidArgument` for too many."""
     if not 0 < len(choices) <= MAX_CHOICES:
-        raise InvalidArgument(f"{name} has {len(choices)} texts; from 1 to {MAX_CHOICES}")
+        raise InvalidArgument(f"{name} has {len(choices)} texts; 1 to {MAX_CHOICES} are allowed")
     return "|".join(_META.sub(r"\\\g<0>", choice) for choice in choices)
 
 

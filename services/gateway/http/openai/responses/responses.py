@@ -36,7 +36,7 @@ class Responses:
         self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """As `Endpoints.add_routes`."""
+        """Adds the routes of responses: create, connect, retrieve, delete."""
         path = "/v1/responses"
         handler = served_or_forwarded(
             self._edge, path, self._create, error_events=lambda _: _last_event

@@ -141,7 +141,7 @@ def test_wrong_metadata_is_refused() -> None:
 
 
 def entries(store: PoolStore, table: Table = Table.LABELS) -> list[bytes]:
-    return store.read(lambda records: [key for key, _ in records.scan_sealed(table)])
+    return store.read(lambda records: [key for key, _ in records.scan_checksummed(table)])
 
 
 def test_settled_group_keeps_its_labels(store: PoolStore) -> None:

@@ -247,7 +247,7 @@ def test_page_names_damaged_trajectories_and_continues(filled, wanted, table, su
     """By id and along the change log, for any damaged record; the others are returned page by page.
     Without permission the page fails, so that a replica can repair itself."""
     key = trajectory_key(parse_trajectory_id("b:0:0")) + suffix
-    filled.write(lambda records: records.put_sealed(table, key, b"flipped"))
+    filled.write(lambda records: records.put_checksummed(table, key, b"flipped"))
     with pytest.raises(DataLoss, match=f"in {table.value} does not match"):
         found(filled, **wanted)
     ids, damaged, token = [], [], ""
@@ -268,7 +268,7 @@ def test_page_of_damaged_trajectories_is_bounded(store, monkeypatch):
     for name in "abc":
         append(store, make_turn(f"{name}:0:0"))
         key = trajectory_key(parse_trajectory_id(f"{name}:0:0"))
-        store.write(lambda records, key=key: records.put_sealed(Table.TRAJECTORIES, key, b"?"))
+        store.write(lambda records, key=key: records.put_checksummed(Table.TRAJECTORIES, key, b"?"))
     first = page(store, name_damaged=True)
     assert list(first.damaged_trajectory_ids) == ["a:0:0", "b:0:0"]
     last = page(store, name_damaged=True, token=first.next_page_token)

@@ -88,7 +88,7 @@ def erase(store: PoolStore, *task_ids: str, max_records: int = 1000) -> Erased:
 
 
 def _records_of(records: Records, table: Table) -> list[tuple[bytes, bytes]]:
-    return list(records.scan_sealed(table))
+    return list(records.scan_checksummed(table))
 
 
 def stored_text(store: PoolStore) -> bytes:
@@ -197,7 +197,9 @@ def test_repair_from_an_older_copy_restores_no_erased_record(
     erase(leader.store, "a")
     since = leader.state().position
     for table, key in ((Table.GROUPS, group_key("a")), (Table.TRAJECTORIES, _first(old.store))):
-        leader.store.write(partial(Records.put_sealed, table=table, key=key, value=b"\0\0\0\0bad"))
+        leader.store.write(
+            partial(Records.put_checksummed, table=table, key=key, value=b"\0\0\0\0bad")
+        )
         (unit,) = units_of(table, key)
         copy = old.store.read(partial(copied_records, units=[unit]))
         assert MARKER.encode() in b"".join(copy.values.values())
@@ -209,7 +211,7 @@ def test_repair_from_an_older_copy_restores_no_erased_record(
 
 def _first(store: PoolStore) -> bytes:
     def first(records: Records) -> bytes:
-        return next(key for key, _ in records.scan_sealed(Table.TRAJECTORIES))
+        return next(key for key, _ in records.scan_checksummed(Table.TRAJECTORIES))
 
     return store.read(first)
 

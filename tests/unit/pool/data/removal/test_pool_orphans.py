@@ -124,8 +124,8 @@ def test_orphan_search_continues_behind_damage(store: PoolStore) -> None:
     append(store, make_turn("kept:0:0"))
     add_orphan(store)
     key = trajectory_key(parse_trajectory_id("kept:0:0"))
-    store.write(lambda records: records.put_sealed(Table.TRAJECTORIES, key, b"no checksum"))
-    store.write(lambda records: records.put_sealed(Table.STATES, b"kept", b"no checksum"))
+    store.write(lambda records: records.put_checksummed(Table.TRAJECTORIES, key, b"no checksum"))
+    store.write(lambda records: records.put_checksummed(Table.STATES, b"kept", b"no checksum"))
     assert store.orphans(after=b"", limit=10).task_ids == ("lost",)
 
 

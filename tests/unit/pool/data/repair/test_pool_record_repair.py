@@ -60,13 +60,13 @@ def catch_up(leader: Node, follower: Node) -> None:
 def flip(node: Node, *records: Key) -> None:
     def damage(stored: Records) -> None:
         for table, key in records:
-            stored.put_sealed(table, key, FLIPPED)
+            stored.put_checksummed(table, key, FLIPPED)
 
     node.store.write(damage)
 
 
 def lose(node: Node, record: Key) -> None:
-    node.store.write(lambda records: records.put_sealed(*record, None))
+    node.store.write(lambda records: records.put_checksummed(*record, None))
 
 
 def mend(damaged: Node, other: Node, record: Key, *, leads: bool = True) -> bool:

@@ -330,7 +330,7 @@ def test_directory_that_is_no_shard_is_named_in_one_line(shard, tmp_path):
     with pytest.raises(DataLoss, match="no pool shard that can be read"):
         found(garbage)
     tamper(shard, lambda records: records.put(Table.META, b"schema_version", b"1"))
-    with pytest.raises(ConfigError, match=r"schema version 1, .* serve it once"):
+    with pytest.raises(ConfigError, match=r"schema version 1, .* start a pool instance on it once"):
         found(shard)
 
 

@@ -224,7 +224,9 @@ def test_shard_of_version_3_opens_with_its_groups_counted(
 
 
 def counter_keys(store: PoolStore) -> list[bytes]:
-    return store.read(lambda records: [k for k, _ in records.scan_sealed(Table.SETTLED_COUNTS)])
+    return store.read(
+        lambda records: [k for k, _ in records.scan_checksummed(Table.SETTLED_COUNTS)]
+    )
 
 
 def test_damaged_counter_blocks_no_commit(
@@ -255,7 +257,7 @@ def test_damaged_index_loses_no_group(
     store = open_store(shard="s0")
     fill(store)
     pending = scan(store, since="", settled_limit=1)[1][:6]
-    (key, *_) = store.read(lambda records: [k for k, _ in records.scan_sealed(table)])
+    (key, *_) = store.read(lambda records: [k for k, _ in records.scan_checksummed(table)])
     store.close()
     backup(tmp_path / "shard", tmp_path / "copy", quiet)
     how(tmp_path / "shard", table, key)
