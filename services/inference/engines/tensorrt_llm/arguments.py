@@ -116,10 +116,15 @@ def _kv_cache(library: Library, options: EngineOptions, settings: TensorRtLlmSet
 def _check(
     library: Library, options: EngineOptions, settings: TensorRtLlmSettings, role: Role
 ) -> None:
-    if not options.device.startswith("cuda"):
+    if options.device not in ("cuda", "cuda:0"):
         raise ConfigError(
-            f"device = {options.device!r}: engine 'tensorrt_llm' runs only on NVIDIA GPUs; set "
-            "device = 'cuda' (CUDA_VISIBLE_DEVICES chooses the GPUs)"
+            f"device = {options.device!r}: engine 'tensorrt_llm' runs on the first visible NVIDIA "
+            "GPUs; set device = 'cuda', and choose the GPUs by CUDA_VISIBLE_DEVICES"
+        )
+    if options.extra:
+        raise ConfigError(
+            f"engine_options = {dict(options.extra)}: engine 'tensorrt_llm' has none; its settings "
+            "are in the table tensorrt_llm"
         )
     if options.kv_store is not None:
         raise ConfigError("kv.store_dir: engine 'tensorrt_llm' shares no keys and values by files")
