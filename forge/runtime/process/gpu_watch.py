@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
 from forge.core.errors import NotFound
@@ -101,9 +102,13 @@ class Gpu:
     uuid: str
     model: str
     values: Mapping[str, float]
+    error: str = ""
+    """Why it cannot be read, e.g. since it has fallen off the bus."""
 
     def summary(self) -> str:
         """One line for people, without the values that are missing."""
+        if self.error:
+            return f"{self.index} {self.model}: not readable ({self.error})"
         of = self.values
         parts = []
         if (share := of.get("DCGM_FI_DEV_GPU_UTIL")) is not None:
@@ -121,56 +126,91 @@ class Gpu:
 
 
 class GpuWatch:
-    """Reads the GPUs again and again, on a thread: a driver may hang."""
+    """Reads the GPUs again and again, on a thread: a driver may hang. What cannot be read any more
+    leaves the metrics."""
 
-    def __init__(self, context: ServiceContext, nvml: Any, *, visible: str | None) -> None:
-        """`visible` is CUDA_VISIBLE_DEVICES; None: all GPUs of the host."""
+    def __init__(
+        self, context: ServiceContext, nvml: Any, *, visible: Sequence[str] | None
+    ) -> None:
+        """`visible`: numbers, UUIDs or their beginnings; None: all GPUs of the host."""
         self._context = context
         self._nvml = nvml
-        self._visible = None if visible is None else visible.split(",")
+        self._visible = visible
+        self._known: dict[int, tuple[str, str]] = {}
+        """UUID and model of each GPU that was read, by its number."""
+        self._exported: set[tuple[str, tuple[str, str, str]]] = set()
+        """Metrics in force, with their labels."""
+        self._lost: frozenset[int] = frozenset()
+        self._failed = False
 
     async def run(self) -> None:
-        """Read until cancelled; the first failure of the driver ends it, with one log line."""
+        """Read until cancelled. A failure of the driver, or of a GPU, is one log line."""
         reading = 0
         while True:
             try:
                 gpus = await asyncio.to_thread(self.read)
             except self._nvml.NVMLError as error:
-                log.warning("gpus_not_read", error=str(error))
-                break
-            if reading % ANNOUNCE_EVERY == 0:
-                self._context.metadata[METADATA_KEY] = "; ".join(one.summary() for one in gpus)
-                await self._context.announce()
-            reading += 1
+                await self._note_failure(error)
+                reading = 0
+            else:
+                lost = frozenset(one.index for one in gpus if one.error)
+                if reading % ANNOUNCE_EVERY == 0 or lost != self._lost:
+                    self._context.metadata[METADATA_KEY] = "; ".join(one.summary() for one in gpus)
+                    await self._context.announce()
+                self._note_lost(gpus)
+                self._lost, self._failed = lost, False
+                reading += 1
             await asyncio.sleep(PERIOD_S)
-        if self._context.metadata.pop(METADATA_KEY, None) is not None:
-            await self._context.announce()
-        await asyncio.Event().wait()
 
     def read(self) -> list[Gpu]:
         """Read this process's GPUs and set their metrics. Raises NVMLError when the driver does
         not even count them; a value that a GPU lacks is left out."""
-        nvml, found = self._nvml, []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-            if not self._sees(index, uuid):
-                continue
-            gpu = Gpu(
-                index=index,
-                uuid=uuid,
-                model=_text(nvml.nvmlDeviceGetName(handle)),
-                values=self._values(handle),
-            )
-            for name, value in gpu.values.items():
-                _GAUGES[name].labels(str(index), uuid, gpu.model).set(value)
-            found.append(gpu)
+        found: list[Gpu] = []
+        try:
+            if self._failed:
+                self._nvml.nvmlInit()
+            visible = self._parents()
+            for index in range(self._nvml.nvmlDeviceGetCount()):
+                gpu = self._gpu(index, visible)
+                if gpu is not None:
+                    found.append(gpu)
+        finally:
+            self._export(found)
         return found
 
-    def _sees(self, index: int, uuid: str) -> bool:
+    def _gpu(self, index: int, visible: Sequence[str] | None) -> Gpu | None:
+        """Read one GPU; None for one that this process does not see."""
+        nvml, error = self._nvml, ""
+        uuid, model = self._known.get(index, ("", "GPU"))
+        values: dict[str, float] = {}
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            model = _text(nvml.nvmlDeviceGetName(handle))
+            self._known[index] = (uuid, model)
+        except nvml.NVMLError as failed:
+            error = str(failed)
+        if not _sees(visible, index, uuid):
+            return None
+        if not error:
+            values = self._values(handle)
+        return Gpu(index=index, uuid=uuid, model=model, values=values, error=error)
+
+    def _parents(self) -> Sequence[str] | None:
+        """Return what is visible, with the GPU in place of its parts (MIG): a part has no
+        utilization, power or temperature of its own."""
         if self._visible is None:
-            return True
-        return any(one == str(index) or (one and uuid.startswith(one)) for one in self._visible)
+            return None
+        return [self._parent(one) if one.startswith("MIG-") else one for one in self._visible]
+
+    def _parent(self, uuid: str) -> str:
+        nvml = self._nvml
+        try:
+            part = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+            return _text(nvml.nvmlDeviceGetUUID(handle))
+        except nvml.NVMLError:
+            return uuid
 
     def _values(self, handle: Any) -> dict[str, float]:
         values = {}
@@ -180,6 +220,49 @@ class GpuWatch:
             except self._nvml.NVMLError:
                 continue
         return values
+
+    def _export(self, gpus: Sequence[Gpu]) -> None:
+        """Set the metrics, and remove those that have no value any more."""
+        exported = set()
+        for gpu in gpus:
+            labels = (str(gpu.index), gpu.uuid, gpu.model)
+            for name, value in gpu.values.items():
+                _GAUGES[name].labels(*labels).set(value)
+                exported.add((name, labels))
+        for name, labels in self._exported - exported:
+            _GAUGES[name].remove(*labels)
+        self._exported = exported
+
+    async def _note_failure(self, error: Exception) -> None:
+        if not self._failed:
+            log.warning("gpus_not_read", error=str(error))
+        self._failed, self._lost = True, frozenset()
+        if self._context.metadata.pop(METADATA_KEY, None) is not None:
+            await self._context.announce()
+
+    def _note_lost(self, gpus: Sequence[Gpu]) -> None:
+        for gpu in gpus:
+            if gpu.error and gpu.index not in self._lost:
+                log.warning("gpu_not_read", gpu=gpu.index, uuid=gpu.uuid, error=gpu.error)
+
+
+def visible_gpus(variable: str | None, device: str) -> list[str] | None:
+    """Return the GPUs of a process, from CUDA_VISIBLE_DEVICES and its torch device; None: all.
+
+    An engine with "cuda" or "cuda:0" may use several. Without the variable, "cuda:0" is the first
+    GPU of the host alone.
+    """
+    entries = None
+    if variable is not None:
+        stripped = (one.strip() for one in variable.split(","))
+        # As for CUDA, the first entry that names no GPU ends the list.
+        entries = list(takewhile(lambda one: one not in ("", "-1"), stripped))
+    number = device.partition(":")[2]
+    if not number.isdigit():
+        return entries
+    if entries is None:
+        return [number]
+    return entries[int(number) : int(number) + 1] if int(number) else entries
 
 
 def watch_gpus(context: ServiceContext, *, device: str) -> None:
@@ -191,8 +274,17 @@ def watch_gpus(context: ServiceContext, *, device: str) -> None:
     except NotFound as error:
         log.warning("gpus_not_watched", error=str(error))
         return
-    watch = GpuWatch(context, nvml, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), device)
+    watch = GpuWatch(context, nvml, visible=visible)
     context.keep_running(watch.run(), name="gpu-watch")
+
+
+def _sees(visible: Sequence[str] | None, index: int, uuid: str) -> bool:
+    """Whether a GPU is among those of the process. One without a UUID has been lost from the start,
+    and is seen by its number alone."""
+    if visible is None:
+        return True
+    return any(one == str(index) or uuid.startswith(one) for one in visible)
 
 
 def _open() -> Any:
