@@ -1,7 +1,8 @@
 """A model whose parameters are divided over ranks (FSDP2, `torch.distributed.fsdp.fully_shard`).
 
-Owns the units of sharding, and the entry through which every computation with the model's
-parameters runs. A layer is one unit: it is gathered for its forward and again for its backward.
+Owns the units of sharding, the dimension that divides a parameter, and the entry through which
+every computation with the model's parameters runs. A layer is one unit: it is gathered for its
+forward and again for its backward.
 Embedding, last norm and head are the unit of the entry, gathered once per pass, since tied weights
 must be in one unit. Gradients are summed, not averaged: the loss of a pass is already its part of
 the loss of the whole batch.
@@ -17,13 +18,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.core.errors import InvalidArgument
@@ -33,6 +35,9 @@ from forge.rl.parallel.world import World, whole
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MOST_PADDING = 1.1
+"""Rows of a parameter with padding, relative to those without, above which another dimension is
+divided. FSDP pads the first dimension alone; with more ranks than experts some would have none."""
 NEEDED = ("reset_iter_state", "set_reduce_scatter_unused_params")
 """Methods of FSDPModule that torch 2.11 lacks."""
 
@@ -105,6 +110,7 @@ def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> N
     if meshes.parts is not None:
         divide(entry.model, meshes.parts)
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    place = partial(_place, shards=meshes.layers.size(-1))
     of_layers = policy
     if narrow is not None:
         wide = next(layers[0].parameters()).dtype
@@ -113,17 +119,46 @@ def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> N
         for router in wide_modules(entry.model):
             if router is not head:
                 fully_shard(
-                    router, mesh=meshes.layers, mp_policy=policy, reshard_after_forward=True
+                    router,
+                    mesh=meshes.layers,
+                    mp_policy=policy,
+                    shard_placement_fn=place,
+                    reshard_after_forward=True,
                 )
     for layer in layers:
-        fully_shard(layer, mesh=meshes.layers, mp_policy=of_layers, reshard_after_forward=True)
-    fully_shard(entry, mesh=meshes.outside, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            layer,
+            mesh=meshes.layers,
+            mp_policy=of_layers,
+            shard_placement_fn=place,
+            reshard_after_forward=True,
+        )
+    fully_shard(
+        entry,
+        mesh=meshes.outside,
+        mp_policy=policy,
+        shard_placement_fn=partial(_place, shards=meshes.outside.size(-1)),
+        reshard_after_forward=False,
+    )
     for module in entry.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             # A rank whose trees use no token of an expert still takes part in its sum.
             module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _place(parameter: nn.Parameter, *, shards: int) -> Shard:
+    """The dimension that shards divide: the first, or, if that needs much padding, one that is a
+    multiple of them and that parts do not divide."""
+    sizes = local(parameter.detach()).shape
+    padded = math.ceil(sizes[0] / shards) * shards if sizes else 0
+    if not sizes or padded <= MOST_PADDING * sizes[0]:
+        return Shard(0)
+    parts = parameter.placements if isinstance(parameter, DTensor) else ()
+    taken = {one.dim for one in parts if isinstance(one, Shard)}
+    free = (dim for dim, size in enumerate(sizes) if size % shards == 0 and dim not in taken)
+    return Shard(next(free, 0))
 
 
 def divide(model: Any, mesh: DeviceMesh) -> None:

@@ -76,10 +76,24 @@ class Heartbeats:
 class ChildHeartbeats:
     """Rank 0's watch over its child processes; `stop` ends it."""
 
-    def __init__(self, files: Sequence[Path], *, on_lost: Callable[[int], None]) -> None:
-        """`files`: those that ranks 1 and up touch; `on_lost` gets the rank that is silent."""
+    def __init__(
+        self,
+        files: Sequence[Path],
+        *,
+        on_lost: Callable[[int], None],
+        exchange: Callable[[], int],
+        on_stuck: Callable[[int], None],
+    ) -> None:
+        """`files`: those that ranks 1 and up touch; `on_lost` gets the rank that is silent.
+
+        `exchange` is the number of the exchange that rank 0 is in, 0: none. `on_stuck` gets the
+        same rank if one goes on for `LOST_S` after that: gloo ends an exchange with a lost rank,
+        NCCL may not.
+        """
         self._files = files
         self._on_lost = on_lost
+        self._exchange = exchange
+        self._on_stuck = on_stuck
         self._silence = Silence(len(files), now_s=time.monotonic())
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="heartbeats", daemon=True).start()
@@ -96,7 +110,18 @@ class ChildHeartbeats:
             if missing is not None and not self._stopped.is_set():
                 # The others end as a consequence.
                 self._on_lost(missing + 1)
+                self._watch_exchange(missing + 1)
                 return
+
+    def _watch_exchange(self, lost: int) -> None:
+        """Returns when `stop` is called, or an exchange does not end."""
+        before = 0
+        while not self._stopped.wait(LOST_S):
+            now = self._exchange()
+            if now and now == before:
+                self._on_stuck(lost)
+                return
+            before = now
 
 
 def keep_touching(file: Path) -> None:

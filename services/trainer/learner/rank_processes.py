@@ -37,7 +37,13 @@ from forge.rl.parallel.world import World
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.checkpoint.files import named_tensors
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.heartbeats import LOST_S, ChildHeartbeats, Heartbeats, keep_touching
+from services.trainer.learner.heartbeats import (
+    LOST_S,
+    ChildHeartbeats,
+    Heartbeats,
+    end_rank,
+    keep_touching,
+)
 from services.trainer.learner.model_replica import (
     Capture,
     ModelReplica,
@@ -85,11 +91,18 @@ class Ranks:
         self._heartbeats: Heartbeats | ChildHeartbeats | None = None
         self._silent = ""
         """The error of a child that was ended because it was silent."""
+        self._exchanges = 0
+        self._in_exchange = False
         if under_torchrun():
             self.world, self._store = join_torchrun(config)
             self._heartbeats = _heartbeats(self.world, self._store)
         else:
-            self._heartbeats = ChildHeartbeats(self._start(config), on_lost=self._end_silent)
+            self._heartbeats = ChildHeartbeats(
+                self._start(config),
+                on_lost=self._end_silent,
+                exchange=lambda: self._exchanges if self._in_exchange else 0,
+                on_stuck=self._end_stuck,
+            )
         log.info(
             "ranks_started",
             ranks=self.world.shape.ranks,
@@ -130,9 +143,18 @@ class Ranks:
         return [announcement(meeting, rank) for rank in range(1, config.ranks)]
 
     def _end_silent(self, rank: int) -> None:
-        self._silent = f"rank {rank} failed: it sent no heartbeat for {LOST_S:.0f} s"
-        log.error("rank_silent", rank=rank, limit_s=LOST_S)
-        self._processes[rank - 1].kill()
+        process = self._processes[rank - 1]
+        log.error("rank_silent", rank=rank, limit_s=LOST_S, exit_code=process.exitcode)
+        if process.exitcode is None:
+            self._silent = f"rank {rank} failed: it sent no heartbeat for {LOST_S:.0f} s"
+            process.kill()
+
+    def _end_stuck(self, rank: int) -> None:
+        """End this process and the others: nothing interrupts its exchange. A supervisor starts it
+        again."""
+        for process in self._processes:
+            process.kill()
+        end_rank(f"rank {rank} was lost, and an exchange with it does not end", rank=0)
 
     def _await(self, meeting: Path, *, limit_s: float) -> None:
         """Wait until all ranks are about to join: `join` itself notices a dead rank late."""
@@ -188,10 +210,13 @@ class Ranks:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Context of the exchanges of rank 0 with the others. Raises `RankFailed`."""
+        self._exchanges, self._in_exchange = self._exchanges + 1, True
         try:
             yield
         except RankLost as consequence:
             self.fail(str(consequence), consequence)
+        finally:
+            self._in_exchange = False
 
     def fail(self, because: str, consequence: BaseException | None = None) -> NoReturn:
         """Raises `RankFailed` with the cause, or with `because` if the cause is unknown."""

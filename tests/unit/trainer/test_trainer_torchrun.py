@@ -79,6 +79,34 @@ def test_rank_ends_when_another_one_is_silent(
     beats.stop()
 
 
+@pytest.mark.parametrize("stuck", [True, False])
+def test_exchange_with_a_lost_child_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: bool
+) -> None:
+    """Only if one and the same goes on; rank 0 learns of the loss by itself in the next one."""
+    happened: Queue[tuple[str, int]] = Queue()
+    monkeypatch.setattr(heartbeats, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeats, "LOST_S", 0.05)
+    exchanges = iter([3, 3] if stuck else [0, 4, 0, 5, 6, 0])
+
+    def exchange() -> int:
+        number = next(exchanges, None)
+        if number is None:
+            happened.put(("none is stuck", 0))
+            return 0
+        return number
+
+    beats = heartbeats.ChildHeartbeats(
+        [tmp_path / "missing"],
+        on_lost=lambda rank: happened.put(("lost", rank)),
+        exchange=exchange,
+        on_stuck=lambda rank: happened.put(("stuck", rank)),
+    )
+    assert happened.get(timeout=60) == ("lost", 1)
+    assert happened.get(timeout=60) == (("stuck", 1) if stuck else ("none is stuck", 0))
+    beats.stop()
+
+
 def test_first_failure_of_a_rank_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
