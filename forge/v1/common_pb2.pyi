@@ -512,7 +512,7 @@ class SamplingParams(_message.Message):
     ANSWERED_TOKENS_FIELD_NUMBER: _builtins.int
     ROUTES_FROM_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 samples greedily. Unset means 1: the distribution that is trained."""
+    """0 samples greedily, as does any below 2^-16. Unset means 1: the distribution that is trained."""
     top_p: _builtins.float
     """Nucleus mass in (0, 1]. Unset means 1."""
     top_k: _builtins.int
@@ -535,8 +535,8 @@ class SamplingParams(_message.Message):
     """
     frequency_penalty: _builtins.float
     repetition_penalty: _builtins.float
-    """Divides the positive logits of tokens in prompt or answer, and multiplies the negative ones; above
-    0 and at most 10. Unset means 1.
+    """Divides the positive logits of tokens in prompt or answer, and multiplies the negative ones; from
+    2^-20 to 10. Unset means 1.
     """
     answered_tokens: _builtins.int
     """Tokens at the end of the prompt that belong to the answer, for the penalties. Routers set it when a

@@ -13,6 +13,7 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import TextDelta
+from forge.core.sampling_limits import effective_temperature
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.runtime.rpc.server import current_claims
 from forge.runtime.rpc.tokens import split
@@ -265,8 +266,11 @@ def _tools(tools_json: str) -> Tools:
 
 def _sampling(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
     """Checks the parameters; `max_tokens` 0 means the rest of the context."""
-    if sampling.HasField("temperature") and not 0 <= sampling.temperature <= 100:
-        raise InvalidArgument(f"temperature {sampling.temperature} must be from 0 to 100")
+    if sampling.HasField("temperature"):
+        if not 0 <= sampling.temperature <= 100:
+            raise InvalidArgument(f"temperature {sampling.temperature} must be from 0 to 100")
+        # The turn's record must have the temperature of its distribution.
+        sampling.temperature = effective_temperature(sampling.temperature)
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise InvalidArgument(f"top_p {sampling.top_p} must be in (0, 1]")
     if sampling.max_tokens and sampling.min_tokens > sampling.max_tokens:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from forge.core.errors import InvalidArgument
+from forge.core.sampling_limits import MIN_REPETITION_PENALTY, effective_temperature
 from forge.core.token_columns import (
     TOKEN_BYTES,
     float32_array,
@@ -118,7 +119,7 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
             f"{params.max_tokens}"
         )
     return Sampling(
-        temperature=temperature,
+        temperature=effective_temperature(temperature),
         top_p=top_p,
         top_k=params.top_k,
         max_tokens=params.max_tokens,
@@ -136,11 +137,7 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
 def _read_reweighting(params: SamplingParams) -> Reweighting | None:
     """Return None for neutral values. Raises InvalidArgument."""
     repetition = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
-    if not 0 < repetition <= MAX_REPETITION_PENALTY:
-        raise InvalidArgument(
-            f"sampling.repetition_penalty = {repetition}: must be above 0 and at most "
-            f"{MAX_REPETITION_PENALTY:g}"
-        )
+    _within("repetition_penalty", repetition, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     if len(params.logit_bias) > MAX_BIASES:
         raise InvalidArgument(
             f"sampling.logit_bias has {len(params.logit_bias)} ids; at most {MAX_BIASES}"

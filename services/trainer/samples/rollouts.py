@@ -17,6 +17,7 @@ from forge.core.credit.overlong import masked_turns, overlong_penalties
 from forge.core.credit.rewards import returns_to_go, turn_rewards
 from forge.core.credit.side_calls import SideCall, side_calls
 from forge.core.errors import InvalidArgument
+from forge.core.sampling_limits import effective_temperature
 from forge.core.token_columns import int32_array
 from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
@@ -161,7 +162,7 @@ def _chosen(
     # The agent did not receive the answer, so no reward depends on it.
     elif record.finish_reason == pb.FINISH_REASON_ABORTED:
         reason = "aborted"
-    elif record.temperature <= 0:
+    elif effective_temperature(record.temperature) <= 0:
         reason = "greedy"
     elif reason is None:
         cut = cut_of(record)

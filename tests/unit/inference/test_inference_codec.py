@@ -52,7 +52,12 @@ def ids(*tokens: int) -> bytes:
         (ids(1), {"min_p": 1.5}, ("sampling.min_p = 1.5", "from 0 to 1")),
         (ids(1), {"presence_penalty": -3}, ("sampling.presence_penalty = -3",)),
         (ids(1), {"frequency_penalty": float("nan")}, ("sampling.frequency_penalty = nan",)),
-        (ids(1), {"repetition_penalty": 0}, ("repetition_penalty = 0", "above 0 and at most 10")),
+        (ids(1), {"repetition_penalty": 0}, ("repetition_penalty = 0", "from 9.53674e-07 to 10")),
+        (
+            ids(1),
+            {"repetition_penalty": 1e-40},
+            ("repetition_penalty = ", "from 9.53674e-07 to 10"),
+        ),
         (ids(1), {"logit_bias": {10: 1.0}}, ("logit_bias has token 10", "0 to 9")),
         (ids(1), {"logit_bias": {1: 200.0}}, ("sampling.logit_bias[1] = 200", "-100 to 100")),
         (ids(1), {"answered_tokens": 2}, ("answered_tokens = 2", "1 tokens")),

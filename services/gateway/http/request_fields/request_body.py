@@ -14,6 +14,7 @@ import msgspec
 
 from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
+from forge.core.sampling_limits import effective_temperature
 from forge.v1 import common_pb2
 from services.gateway.metrics import REPLACED_SURROGATES
 from services.gateway.model.chat_model import Tools
@@ -101,7 +102,7 @@ def sampling_params(
         within(max_tokens_name, max_tokens, 1, 2**31 - 1)
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens or 0)
     if temperature is not None:
-        sampling.temperature = within("temperature", temperature, 0, 100)
+        sampling.temperature = effective_temperature(within("temperature", temperature, 0, 100))
     if top_p is not None:
         sampling.top_p = within("top_p", top_p, 1e-6, 1)
     if top_k is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from forge.core.errors import InvalidArgument
+from forge.core.sampling_limits import MIN_REPETITION_PENALTY
 from forge.v1 import common_pb2
 from services.gateway.http.request_fields.request_body import within
 
@@ -34,7 +35,10 @@ class Reshaping(msgspec.Struct, kw_only=True):
             sampling.frequency_penalty = within("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.repetition_penalty not in (None, 1):
             sampling.repetition_penalty = within(
-                "repetition_penalty", self.repetition_penalty, 1e-6, MAX_REPETITION_PENALTY
+                "repetition_penalty",
+                self.repetition_penalty,
+                MIN_REPETITION_PENALTY,
+                MAX_REPETITION_PENALTY,
             )
         if len(self.logit_bias or ()) > MAX_BIASES:
             raise InvalidArgument(

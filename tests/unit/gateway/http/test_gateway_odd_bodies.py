@@ -9,6 +9,7 @@ import pytest
 from forge.core.errors import InvalidArgument
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
+from services.gateway import service
 from services.gateway.http import control
 from services.gateway.http.anthropic.history import messages_of
 from services.gateway.http.anthropic.schema import MessagesRequest
@@ -29,6 +30,16 @@ def test_number_beyond_any_float_is_refused(number: int) -> None:
     """The message begins with the field and the number."""
     with pytest.raises(InvalidArgument, match=f"max_tokens = {str(number)[:30]}"):
         request_body.sampling_params(max_tokens=number, temperature=None, top_p=None)
+
+
+@pytest.mark.parametrize("asked", [1e-60, 1e-45, 1e-38, 1e-6])
+def test_temperature_that_no_float_division_survives_is_greedy(asked: float) -> None:
+    """By HTTP and by gRPC; the turn is recorded as greedy, so it is not trained."""
+    sampling = request_body.sampling_params(max_tokens=1, temperature=asked, top_p=None)
+    assert sampling.HasField("temperature")
+    assert sampling.temperature == 0
+    by_grpc = service._sampling(common_pb2.SamplingParams(max_tokens=1, temperature=asked))
+    assert by_grpc.temperature == 0
 
 
 def test_arguments_that_are_not_utf_8_are_refused() -> None:

@@ -140,11 +140,13 @@ def test_domains_have_weights_and_the_batch_a_spread() -> None:
     assert [float32_array(one.advantages)[0] for one in samples] == [2.0, -2.0, 1.0, -1.0]
 
 
-def test_aborted_and_greedy_turns_are_not_trained() -> None:
-    """The agent did not see the first; the second has no distribution."""
+@pytest.mark.parametrize("temperature", [0.0, 1e-38])
+def test_aborted_and_greedy_turns_are_not_trained(temperature: float) -> None:
+    """The agent did not see the first; the second has no distribution, also at a temperature that
+    an earlier release recorded: its inverse would be a factor of the gradient."""
     aborted, greedy = turn(0, [1], [2]), turn(1, [1], [2])
     aborted.finish_reason = pb.FINISH_REASON_ABORTED
-    greedy.temperature = 0.0
+    greedy.temperature = temperature
     batch = build_samples([[trajectory([aborted, greedy], [outcome(1)])]], RULES)
     assert batch.samples == () and batch.trajectories == 1
 
