@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         share_fork_server()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: Sequence[Spec]) -> None:
     """Workers that share a fork server are forked from it, too."""
     if len(specs) > 1:
