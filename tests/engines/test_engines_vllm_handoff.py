@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
 from forge.core.errors import NotFound, ResourceExhausted
 from forge.runtime.actors.actor_system import ActorSystem
@@ -185,6 +186,69 @@ async def test_keys_of_other_weights_are_not_used(pair: Pair, loads: Loads) -> N
     # The second time from its own cache.
     assert loads.tokens == [0, 96]
     await pair.prefill.load(published(new), version=2)
+
+
+async def test_prompt_of_two_weight_versions_is_never_cached(
+    pair: Pair, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that waits in prefill's vLLM during an update begins with cached blocks of the older
+    weights, and has its first token from the new ones. Decode computes it anew, and later requests
+    find there what the new weights compute."""
+    new = reference("qwen3", seed=1)
+    ids = prompt_ids(150, seed=20)
+    await pair.sample(ids[:128])
+    before = refused("version")
+    read = await _read_across_update(pair, ids, published(new), monkeypatch)
+    await pair.decode.load(published(new), version=2)
+    loads.tokens = []
+    answer = await read
+    assert set(answer.versions) == {2}
+    assert is_greedy(new, [*ids, *answer.ids[:1]], answer.ids[1:])
+    assert (loads.tokens, refused("version")) == ([0], before + 1)
+    again = [*ids, 5]
+    engine: Any = pair.decode
+    pieces = [piece async for piece in engine.engine.generate(make_prompt(again, SAMPLED), None)]
+    assert pieces[0].cached_tokens == 128
+    sampled = [token for piece in pieces for token in piece.tokens.ids]
+    logits = new(torch.tensor([again + sampled])).logits[0, len(ids) : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
+    found = torch.tensor([one for piece in pieces for one in piece.tokens.logprobs])
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+async def _read_across_update(
+    pair: Pair, ids: list[int], tensors: Any, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Update prefill to version 2 while this prompt waits in its vLLM; return a coroutine that
+    samples the prompt's answer."""
+    engine: Any = pair.prefill
+    llm = engine.engine._llm
+    pause, prompt = llm.pause_generation, make_prompt(ids, GREEDY)
+    read: list[asyncio.Task[Any]] = []
+
+    async def paused(**options: Any) -> None:
+        await pause(**options)
+        if not read:
+            read.append(asyncio.create_task(engine.prefill(prompt, hold_s=60)))
+            await until(lambda: llm.output_processor.request_states)
+
+    monkeypatch.setattr(llm, "pause_generation", paused)
+    await pair.prefill.load(tensors, version=2)
+
+    async def answer() -> Answer:
+        prefilled = await read[0]
+        assert prefilled.cached_tokens == 128
+        found = Answer()
+        found.add(prefilled.first)
+
+        async def fetch(from_token: int) -> KvSpan:
+            return await engine.fetch_kv(prompt.request_id, from_token=from_token)
+
+        async for piece in pair.decode.decode(prompt, prefilled.first, fetch, stream=False):
+            found.add(piece.tokens)
+        return found
+
+    return answer()
 
 
 async def test_damaged_hand_off_is_refused_before_use(pair: Pair, loads: Loads) -> None:

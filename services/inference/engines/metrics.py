@@ -11,7 +11,7 @@ GRAMMARS = counter(
 )
 REFUSED_HAND_OFFS = counter(
     "forge_inference_hand_offs_refused_total",
-    "Hand-offs of keys and values that decode refused, by reason: damaged, shape, place, model or "
-    "version.",
+    "Hand-offs of keys and values that were refused, by reason: damaged, shape, place, model, or "
+    "version (also by prefill: of a prompt that was computed while its weights changed).",
     ["reason"],
 )

@@ -173,6 +173,12 @@ class VllmEngine:
         (layers,) = await self._llm.collective_rpc("forge_kv_layout")
         return tuple((name, dtype, tuple(shape)) for name, dtype, shape in layers)
 
+    def is_of_one_load(self, leg: Leg) -> bool:
+        """Whether the same weights have been loaded since the leg began: then all its keys and
+        values are theirs. A request that waits in vLLM during a load reuses blocks of the older
+        weights, although the new ones compute the rest."""
+        return leg.salt == self._salt
+
     @property
     def block_tokens(self) -> int:
         """Tokens of one of vLLM's blocks."""
@@ -254,7 +260,8 @@ class VllmEngine:
         elif leg.transfer:
             extra |= {"kv_transfer_params": leg.transfer}
         params.extra_args = extra or None
-        inputs = TokensPrompt(prompt_token_ids=ids, cache_salt=self._salt)
+        leg.salt = self._salt
+        inputs = TokensPrompt(prompt_token_ids=ids, cache_salt=leg.salt)
         try:
             return await self._llm.add_request(prompt.request_id, inputs, params)
         except EngineDeadError as error:

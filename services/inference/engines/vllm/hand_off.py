@@ -31,7 +31,7 @@ from services.inference.engines.vllm.exchange.names import KV_CONNECTOR, LOAD, S
 Params = dict[str, Any]
 """vLLM's kv_transfer_params."""
 _HEADER_BYTES = 1 << 16
-_NOTHING = b"\0"
+NOTHING = b"\0"
 """Data of a hand-off without keys and values: the prompt is shorter than a block, or they could not
 be copied."""
 NIXL_CONNECTOR = "NixlConnector"
@@ -50,7 +50,7 @@ class Memory:
     def read(self) -> memoryview | bytes:
         """Return the written bytes, also after `close`."""
         if not os.fstat(self._opened).st_size:
-            return _NOTHING
+            return NOTHING
         return memoryview(mmap.mmap(self._opened, 0, prot=mmap.PROT_READ))
 
     def write(self, data: bytes | memoryview) -> None:
@@ -178,7 +178,7 @@ class CopyHandOffs:
 
     async def load(self, span: KvSpan, prompt: Prompt) -> _Copy | None:
         """See `HandOffs`. Raises ResourceExhausted."""
-        if bytes(span.data[:2]) == _NOTHING:
+        if bytes(span.data[:2]) == NOTHING:
             return None
         try:
             header, _ = checked(memoryview(span.data))
@@ -206,7 +206,7 @@ class _Remote:
         self.params = params
 
     def data(self, returned: Params | None) -> bytes | memoryview:
-        return msgspec.msgpack.encode(returned) if returned else _NOTHING
+        return msgspec.msgpack.encode(returned) if returned else NOTHING
 
     def close(self) -> None:
         """vLLM frees the blocks: when decode has them, or after its own time."""
@@ -225,7 +225,7 @@ class NixlHandOffs:
 
     async def load(self, span: KvSpan, prompt: Prompt) -> _Remote | None:
         """See `HandOffs`."""
-        if bytes(span.data[:2]) == _NOTHING:
+        if bytes(span.data[:2]) == NOTHING:
             return None
         try:
             return _Remote(msgspec.msgpack.decode(span.data, type=Params))

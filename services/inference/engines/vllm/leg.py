@@ -20,6 +20,8 @@ class Leg:
     """vLLM's kv_transfer_params; empty for none."""
     version: int = 0
     """Version of the weights of the keys and values that arrive."""
+    salt: str = ""
+    """Set at the begin: marks the load of weights with which the request begins."""
     returned: dict[str, Any] | None = None
     """Set at the end: what vLLM gives to the next leg."""
     rows: ExpertRows | None = None

@@ -32,6 +32,7 @@ from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm.arguments import architecture_of, settings_of
 from services.inference.engines.vllm.engine import VllmEngine
 from services.inference.engines.vllm.hand_off import (
+    NOTHING,
     CopyHandOffs,
     HandOffs,
     Loading,
@@ -100,8 +101,8 @@ class VllmPrefill(_Role):
             saving = await self._hand_offs.save(prompt)
             queue_s = time.monotonic() - began_s
             try:
-                first, returned = await self._read(prompt, saving)
-                self._hold(prompt, saving, first, returned, hold_s)
+                first, data = await self._read(prompt, saving)
+                self._hold(prompt, saving, first, data, hold_s)
             except BaseException:
                 saving.close()
                 raise
@@ -114,24 +115,28 @@ class VllmPrefill(_Role):
             prefill_s=time.monotonic() - began_s - queue_s,
         )
 
-    async def _read(self, prompt: Prompt, saving: Saving) -> tuple[Piece, dict[str, object] | None]:
+    async def _read(self, prompt: Prompt, saving: Saving) -> tuple[Piece, bytes | memoryview]:
+        """Return the first token, and the hand-off: empty if the weights have changed."""
         asked = prompt.sampling
         least = min(1, asked.min_tokens)
         single = replace(prompt, sampling=replace(asked, max_tokens=1, min_tokens=least))
         leg = Leg(transfer=saving.params)
         async with aclosing(self.engine.generate(single, leg)) as pieces:
             (first,) = [piece async for piece in pieces]
-        return first, leg.returned
+        if not self.engine.is_of_one_load(leg):
+            # Decode would cache keys and values of older weights for other requests.
+            REFUSED_HAND_OFFS.labels("version").inc()
+            return first, NOTHING
+        return first, saving.data(leg.returned)
 
     def _hold(
         self,
         prompt: Prompt,
         saving: Saving,
         first: Piece,
-        returned: dict[str, object] | None,
+        data: bytes | memoryview,
         hold_s: float,
     ) -> None:
-        data = saving.data(returned)
         span = KvSpan(
             from_token=0,
             tokens=prompt.tokens,
@@ -200,8 +205,9 @@ class VllmDecode(_Role):
         stream: bool,
     ) -> AsyncGenerator[Piece, None]:
         began_s = time.monotonic()
-        leg = Leg(first=first.ids, version=span.version)
-        leg.transfer = {} if loading is None else loading.params
+        leg = Leg(first=first.ids)
+        if loading is not None:
+            leg.version, leg.transfer = span.version, loading.params
         repeated, unsent = len(first.ids), Tokens()
         async with aclosing(self.engine.generate(prompt, leg)) as pieces:
             async for piece in pieces:
