@@ -241,7 +241,7 @@ async def _read_across_update(
         found = Answer()
         found.add(prefilled.first)
 
-        async def fetch(from_token: int) -> KvSpan:
+        async def fetch(from_token: int) -> Any:
             return await engine.fetch_kv(prompt.request_id, from_token=from_token)
 
         async for piece in pair.decode.decode(prompt, prefilled.first, fetch, stream=False):
@@ -299,7 +299,7 @@ async def test_lost_keys_are_computed_by_decode(
     async def lost(span: KvSpan, prompt: Any) -> Any:
         found = await load(span, prompt)
         if found is not None:
-            found.params["forge_load"] = "/proc/self/fd/none"
+            found.params["forge_load"] = "/proc/self/fd/none", 0
         return found
 
     monkeypatch.setattr(engine._hand_offs, "load", lost)

@@ -5,11 +5,13 @@ Runs in the environment of `make engine-vllm` alone: `make test-engines`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from tests.contract.engines import GREEDY, Answer, Pair, is_greedy, prompt_ids, 
 from tests.support.runtime.waiting import until
 
 pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
+_COPY_S = 60.0
+"""Longest wait of a copy for an answer; it ends at once when the event loop is free."""
 
 
 @pytest_asyncio.fixture
@@ -63,12 +67,38 @@ async def test_recompute_ends_running_answers_before_their_first_token_of_new_we
     assert is_greedy(new, again, rest.ids)
 
 
+async def test_answers_are_sampled_while_new_weights_are_copied(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the event loop nor vLLM waits for the copy, which takes long for a large model."""
+    module: Any = import_module("services.inference.engines.vllm.staging")
+    whole, copies, sampled = module.shared, Event(), Event()
+
+    @contextmanager
+    def waiting(staged: Any) -> Iterator[dict[str, Any]]:
+        with whole(staged) as update:
+            copies.set()
+            assert sampled.wait(timeout=_COPY_S)
+            yield update
+
+    monkeypatch.setattr(module, "shared", waiting)
+    new, ids = reference("qwen3", seed=1), prompt_ids(20)
+    update = asyncio.create_task(pair.load(published(new), version=2))
+    await until(copies.is_set)
+    answer = await pair.sample(ids)
+    assert set(answer.versions) == {1}
+    assert is_greedy(reference("qwen3"), ids, answer.ids)
+    sampled.set()
+    await update
+    assert is_greedy(new, ids, (await pair.sample(ids)).ids)
+
+
 async def test_update_that_fails_in_vllms_process_ends_the_worker(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here by a damaged tensor. The error has what vLLM's process says, and nothing is loaded any
     more: some layers may be of one version and some of another."""
-    module: Any = import_module("services.inference.engines.vllm.engine")
+    module: Any = import_module("services.inference.engines.vllm.staging")
     whole = module.shared
 
     @contextmanager

@@ -49,7 +49,7 @@ from services.inference.engines.vllm.exchange.expert_rows import ExpertRows
 from services.inference.engines.vllm.exchange.kv_format import Layout
 from services.inference.engines.vllm.leg import Leg, to_piece, versions_in
 from services.inference.engines.vllm.processes import Processes
-from services.inference.engines.vllm.staging import Checkpoint, Staged, shared
+from services.inference.engines.vllm.staging import Checkpoint, Staged, copied
 
 _NEVER_RESTART = Restart(max_restarts=0)
 _WATCH_S = 0.2
@@ -308,6 +308,10 @@ class VllmEngine:
 
     async def _serve(self, staged: Staged) -> None:
         """Load weights between two steps; requests in flight continue under them."""
+        async with copied(staged) as update:
+            await self._swap(staged, WeightTransferUpdateRequest(update_info=update))
+
+    async def _swap(self, staged: Staged, update: WeightTransferUpdateRequest) -> None:
         llm = self._llm
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -317,8 +321,7 @@ class VllmEngine:
                 self._salt = f"{staged.version} {next(self._loads)}"
                 self._cached.begin(self._salt)
                 await llm.start_weight_update()
-                with shared(staged) as update:
-                    await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+                await llm.update_weights(update)
                 await llm.finish_weight_update(weight_version=str(staged.version))
                 await llm.resume_generation()
         except Exception as error:

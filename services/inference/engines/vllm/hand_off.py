@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import os
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
@@ -27,6 +27,8 @@ from services.inference.engines.vllm.exchange.kv_format import (
     fingerprint_of,
 )
 from services.inference.engines.vllm.exchange.names import KV_CONNECTOR, LOAD, SAVE, TOKENS
+from services.inference.engines.vllm.exchange.shared_memory import SharedMemory
+from services.inference.engines.vllm.threads import run_to_end
 
 Params = dict[str, Any]
 """vLLM's kv_transfer_params."""
@@ -37,31 +39,6 @@ be copied."""
 NIXL_CONNECTOR = "NixlConnector"
 NIXL_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 """Parameters of a request whose keys and values another engine reads."""
-
-
-class Memory:
-    """Memory without a name, that vLLM's process opens by `path`. It ends with this object, and
-    with the worker."""
-
-    def __init__(self) -> None:
-        self._opened = os.memfd_create("forge-kv", os.MFD_CLOEXEC)
-        self.path = f"/proc/{os.getpid()}/fd/{self._opened}"
-
-    def read(self) -> memoryview | bytes:
-        """Return the written bytes, also after `close`."""
-        if not os.fstat(self._opened).st_size:
-            return NOTHING
-        return memoryview(mmap.mmap(self._opened, 0, prot=mmap.PROT_READ))
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Fill it."""
-        os.ftruncate(self._opened, len(data))
-        with mmap.mmap(self._opened, len(data)) as mapped:
-            mapped[:] = data
-
-    def close(self) -> None:
-        """Free it."""
-        os.close(self._opened)
 
 
 class Budget:
@@ -146,12 +123,15 @@ class _Copy:
 
     def __init__(self, budget: Budget, size: int) -> None:
         self.params: Params = {}
-        self.memory = Memory()
+        self.memory = SharedMemory("forge-kv")
         self._budget = budget
         self._size = size
 
     def data(self, returned: Params | None) -> bytes | memoryview:
-        return self.memory.read()
+        """Return the written bytes, valid also after `close`."""
+        if not self.memory.size:
+            return NOTHING
+        return memoryview(mmap.mmap(self.memory.fileno(), 0, prot=mmap.PROT_READ))
 
     def close(self) -> None:
         self.memory.close()
@@ -173,7 +153,7 @@ class CopyHandOffs:
         """See `HandOffs`. Raises ResourceExhausted."""
         blocks = prompt.tokens // self._block_tokens
         copy = await self._room(_HEADER_BYTES + blocks * block_bytes(self._layout))
-        copy.params = {SAVE: copy.memory.path} if blocks else {}
+        copy.params = {SAVE: copy.memory.address} if blocks else {}
         return copy
 
     async def load(self, span: KvSpan, prompt: Prompt) -> _Copy | None:
@@ -181,7 +161,7 @@ class CopyHandOffs:
         if bytes(span.data[:2]) == NOTHING:
             return None
         try:
-            header, _ = checked(memoryview(span.data))
+            header, _ = await run_to_end(partial(checked, memoryview(span.data)))
         except DataLoss as error:
             raise _refused("damaged", str(error)) from error
         tokens = header.blocks * self._block_tokens
@@ -190,8 +170,12 @@ class CopyHandOffs:
         if tokens > prompt.tokens or span.from_token:
             raise _refused("place", f"{tokens} tokens from {span.from_token}")
         copy = await self._room(len(span.data))
-        copy.memory.write(span.data)
-        copy.params = {LOAD: copy.memory.path, TOKENS: tokens}
+        try:
+            await run_to_end(partial(copy.memory.write, span.data))
+        except BaseException:
+            copy.close()
+            raise
+        copy.params = {LOAD: copy.memory.address, TOKENS: tokens}
         return copy
 
     async def _room(self, size: int) -> _Copy:

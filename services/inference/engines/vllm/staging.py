@@ -1,16 +1,11 @@
-"""New weights on their way to vLLM: checked against the model, then in memory for its process.
-
-The memory has no name in any file system: vLLM's process opens it through /proc, and it ends with
-the worker, also by SIGKILL.
-"""
+"""New weights on their way to vLLM: checked against the model, then in memory for its process."""
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +17,8 @@ from forge.rl.mtp.heads import MtpHeads
 from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights
 from services.inference.engines.tensor_bytes import from_named, is_finite
+from services.inference.engines.vllm.exchange.shared_memory import SharedMemory
+from services.inference.engines.vllm.threads import run_to_end
 from services.inference.engines.weight_checks import DRAFT_PREFIX, check_tensor, match_names
 
 _ALIGNED = 64
@@ -131,29 +128,26 @@ def _weights_of(model: torch.nn.Module) -> Iterator[Weight]:
         yield Weight(names=tuple(names[key]), shape=tensor.shape, dtype=tensor.dtype)
 
 
+@asynccontextmanager
+async def copied(staged: Staged) -> AsyncIterator[dict[str, Any]]:
+    """Copy as `shared` on a thread, while the event loop serves."""
+    with ExitStack() as stack:
+        yield await run_to_end(partial(stack.enter_context, shared(staged)))
+
+
 @contextmanager
 def shared(staged: Staged) -> Iterator[dict[str, Any]]:
-    """Copy the weights to memory that vLLM's process can open; yield the update that names it."""
-    entries, end = [], 0
-    for tensor in (*staged.tensors, *staged.heads):
-        start = -(-end // _ALIGNED) * _ALIGNED
-        end = start + len(tensor.data)
-        entries.append((tensor, start))
-    opened = os.memfd_create("forge-weights", os.MFD_CLOEXEC)
+    """Copy the weights to memory that vLLM's process can open; yield the update that names it.
+    Raises OSError without memory for them."""
+    memory, entries, end = SharedMemory("forge-weights"), [], 0
     try:
-        os.ftruncate(opened, max(1, end))
-        with mmap.mmap(opened, max(1, end)) as mapped:
-            for tensor, start in entries:
-                mapped[start : start + len(tensor.data)] = tensor.data
-        yield {
-            "path": f"/proc/{os.getpid()}/fd/{opened}",
-            "tensors": [
-                (
-                    *(tensor.name, tensor.dtype, list(tensor.shape), start),
-                    *(len(tensor.data), xxh3_64_intdigest(tensor.data)),
-                )
-                for tensor, start in entries
-            ],
-        }
+        for tensor in (*staged.tensors, *staged.heads):
+            start = -(-end // _ALIGNED) * _ALIGNED
+            memory.write(tensor.data, at=start)
+            end = start + len(tensor.data)
+            checksum = xxh3_64_intdigest(tensor.data)
+            what = tensor.name, tensor.dtype, list(tensor.shape)
+            entries.append((*what, start, len(tensor.data), checksum))
+        yield {"address": memory.address, "tensors": entries}
     finally:
-        os.close(opened)
+        memory.close()

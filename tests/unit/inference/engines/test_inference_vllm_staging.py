@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from xxhash import xxh3_64_intdigest
 
 from services.inference.engines.base import BrokenWeights, UnfitWeights
+from services.inference.engines.vllm.exchange.shared_memory import open_shared
 from services.inference.engines.vllm.staging import Checkpoint, shared
 from tests.contract.engines import CONFIGS, published, reference
 
@@ -62,7 +63,7 @@ def test_shared_memory_has_every_tensor_with_its_checksum() -> None:
     weights = published(reference("qwen3"))
     staged = checkpoint("qwen3").stage(weights, version=1)
     with shared(staged) as update:
-        with open(update["path"], "rb") as file:  # noqa: PTH123 (a descriptor, not a file)
+        with open_shared(update["address"]) as file:
             data = file.read()
         for name, dtype, shape, start, size, checksum in update["tensors"]:
             part = data[start : start + size]
@@ -70,4 +71,4 @@ def test_shared_memory_has_every_tensor_with_its_checksum() -> None:
             assert (dtype, tuple(shape)) == (weights[name].dtype, weights[name].shape)
             assert xxh3_64_intdigest(part) == checksum
     with pytest.raises(OSError):
-        open(update["path"], "rb")  # noqa: PTH123, SIM115
+        open_shared(update["address"])

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from forge.core.routes import RouteShape
 from services.inference.engines.vllm.exchange.expert_rows import ASKED
+from services.inference.engines.vllm.exchange.shared_memory import Address, open_shared
 
 
 class NotRecordable(Exception):
@@ -34,7 +35,7 @@ class NotRecordable(Exception):
 class _Request:
     """A request that asks for its experts."""
 
-    file: int
+    file: BinaryIO
     start: int
     """First token whose row the file has."""
     end: int
@@ -72,7 +73,7 @@ class ExpertRecorder:
         for name in scheduled.finished_req_ids:
             request = self._asking.pop(name, None)
             if request is not None:
-                os.close(request.file)
+                request.file.close()
 
     def end(self, scheduled: Any) -> None:
         """Store the rows of a pass, and give them to the requests that ask."""
@@ -122,7 +123,9 @@ class ExpertRecorder:
         rows = rows_TLK[skipped:]
         if len(rows):
             row_bytes = rows[0].nbytes
-            os.pwrite(request.file, rows.tobytes(), (at + skipped - request.start) * row_bytes)
+            os.pwrite(
+                request.file.fileno(), rows.tobytes(), (at + skipped - request.start) * row_bytes
+            )
             request.end = max(request.end, at + skipped + len(rows))
 
 
@@ -169,13 +172,10 @@ def _whole_group(config: Any) -> tuple[int, int]:
     raise NotRecordable("no layer keeps the keys and values of all tokens")
 
 
-def _opened(path: str, inode: int, start: int) -> _Request | None:
+def _opened(address: Address, start: int) -> _Request | None:
     """Open the memory of a request; None if the worker has ended the request."""
     try:
-        file = os.open(path, os.O_RDWR)
+        file = open_shared(address, "r+b")
     except OSError:
-        return None
-    if os.fstat(file).st_ino != inode:
-        os.close(file)
         return None
     return _Request(file=file, start=start, end=start)

@@ -34,6 +34,7 @@ from services.inference.engines.vllm.engine_core import (
 from services.inference.engines.vllm.engine_core.answer_logits import install
 from services.inference.engines.vllm.exchange.kv_format import Layout, layout_of
 from services.inference.engines.vllm.exchange.names import WEIGHT_BACKEND
+from services.inference.engines.vllm.exchange.shared_memory import Address, open_shared
 from services.inference.engines.weight_checks import DRAFT_PREFIX
 
 
@@ -103,9 +104,9 @@ class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One bucket of a version: the file that has it, and the place of each tensor in it."""
+    """One bucket of a version: the memory that has it, and the place of each tensor in it."""
 
-    path: str
+    address: Address
     tensors: list[tuple[str, str, list[int], int, int, int]]
     """Name, dtype, shape, first byte, bytes and XXH3-64 of each."""
 
@@ -126,7 +127,7 @@ class ForgeTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
         """Load one bucket. Raises ValueError for a wrong checksum."""
-        with open(update_info.path, "rb") as file:  # noqa: PTH123 (a descriptor of another process)
+        with open_shared(update_info.address) as file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         data = memoryview(mapped)
         found = [_tensor(data, entry) for entry in update_info.tensors]

@@ -24,13 +24,14 @@ from forge.core.errors import ForgeError
 from forge.runtime.telemetry import log
 from services.inference.engines.vllm.exchange.kv_format import load_blocks, write_blocks
 from services.inference.engines.vllm.exchange.names import LOAD, SAVE, TOKENS
+from services.inference.engines.vllm.exchange.shared_memory import Address
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
     """Blocks to copy after a pass."""
 
-    path: str
+    address: Address
     blocks: list[int]
 
 
@@ -38,7 +39,7 @@ class Save:
 class Load:
     """Blocks to copy before a pass."""
 
-    path: str
+    address: Address
     skipped: int
     """Those at the beginning, which the prefix cache has."""
     blocks: list[int]
@@ -60,8 +61,8 @@ class KvCopies(KVConnectorBase_V1):  # type: ignore[misc]
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError("the roles prefill and decode need a model with layers of one kind")
         self._block_tokens: int = vllm_config.cache_config.block_size
-        self._unsaved: dict[str, tuple[str, int]] = {}
-        """Path and tokens of each prompt that is not read yet."""
+        self._unsaved: dict[str, tuple[Address, int]] = {}
+        """Memory and tokens of each prompt that is not read yet."""
         self._loads: list[Load] = []
         self.caches: dict[str, torch.Tensor] = {}
         """Blocks by layer."""
@@ -71,9 +72,9 @@ class KvCopies(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Note the blocks to save."""
-        path = (request.kv_transfer_params or {}).get(SAVE)
-        if path is not None:
-            self._unsaved[request.request_id] = (path, request.num_prompt_tokens)
+        address = (request.kv_transfer_params or {}).get(SAVE)
+        if address is not None:
+            self._unsaved[request.request_id] = (address, request.num_prompt_tokens)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -91,8 +92,8 @@ class KvCopies(KVConnectorBase_V1):  # type: ignore[misc]
         end = self._loadable(request) // self._block_tokens
         start = end - num_external_tokens // self._block_tokens
         (ids,) = blocks.get_block_ids()
-        path = request.kv_transfer_params[LOAD]
-        self._loads.append(Load(path, start, ids[start:end]))
+        address = request.kv_transfer_params[LOAD]
+        self._loads.append(Load(address, start, ids[start:end]))
 
     def _loadable(self, request: Any) -> int:
         """Tokens that were handed over; the last token of a prompt is computed in any case."""
@@ -105,11 +106,11 @@ class KvCopies(KVConnectorBase_V1):  # type: ignore[misc]
         copies = Copies(loads=self._loads)
         self._loads = []
         for request_id, tokens in _progress(scheduler_output):
-            path, prompt_tokens = self._unsaved.get(request_id, ("", 0))
-            if path and tokens >= prompt_tokens:
+            address, prompt_tokens = self._unsaved.get(request_id, (None, 0))
+            if address is not None and tokens >= prompt_tokens:
                 del self._unsaved[request_id]
                 (ids,) = self._kv_cache_manager.get_block_ids(request_id)
-                copies.saves.append(Save(path, ids[: prompt_tokens // self._block_tokens]))
+                copies.saves.append(Save(address, ids[: prompt_tokens // self._block_tokens]))
         return copies
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
@@ -127,7 +128,7 @@ class KvCopies(KVConnectorBase_V1):  # type: ignore[misc]
         """Load; vLLM computes what could not be loaded."""
         for load in self._get_connector_metadata().loads:
             try:
-                load_blocks(load.path, self.caches, load.blocks, skipped=load.skipped)
+                load_blocks(load.address, self.caches, load.blocks, skipped=load.skipped)
             except (OSError, ValueError, ForgeError) as error:
                 log.warning("hand_off_not_loaded", error=str(error))
                 self._failed.update(load.blocks)
@@ -141,7 +142,7 @@ class KvCopies(KVConnectorBase_V1):  # type: ignore[misc]
         """Save; without it decode computes the prompt."""
         for save in self._get_connector_metadata().saves:
             try:
-                write_blocks(save.path, self.caches, save.blocks)
+                write_blocks(save.address, self.caches, save.blocks)
             except (OSError, ValueError) as error:
                 log.warning("hand_off_not_saved", error=str(error))
 

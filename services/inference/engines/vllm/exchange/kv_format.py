@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import DataLoss
 from services.inference.engines.tensor_bytes import DTYPES, from_bytes
+from services.inference.engines.vllm.exchange.shared_memory import Address, open_shared
 
 Layer = tuple[str, str, tuple[int, ...]]
 """Name, dtype, and shape of one block."""
@@ -51,23 +52,26 @@ def fingerprint_of(layout: Layout, *, model: str) -> bytes:
     return b"vllm/1 " + blake2b(described, digest_size=8).digest()
 
 
-def write_blocks(path: str, caches: Mapping[str, torch.Tensor], blocks: Sequence[int]) -> None:
-    """Copy blocks to the memory at `path`. Raises OSError, e.g. without room for them."""
+def write_blocks(
+    address: Address, caches: Mapping[str, torch.Tensor], blocks: Sequence[int]
+) -> None:
+    """Copy blocks to shared memory. Raises OSError without room for them, or if its request has
+    ended."""
     ids = torch.tensor(blocks, dtype=torch.long)
     parts = [_bytes(one[ids.to(one.device)]) for one in caches.values()]
     data = b"".join(parts)
     header = Header(layout=layout_of(caches), blocks=len(blocks), xxh3_64=xxh3_64_intdigest(data))
     encoded = msgspec.msgpack.encode(header)
-    with open(path, "r+b") as file:  # noqa: PTH123 (a descriptor of another process)
+    with open_shared(address, "r+b") as file:
         file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded + data)
 
 
 def load_blocks(
-    path: str, caches: Mapping[str, torch.Tensor], blocks: Sequence[int], *, skipped: int
+    address: Address, caches: Mapping[str, torch.Tensor], blocks: Sequence[int], *, skipped: int
 ) -> None:
-    """Copy the memory at `path`, but its first `skipped` blocks, into `blocks`. Raises OSError,
-    DataLoss."""
-    with open(path, "rb") as file:  # noqa: PTH123 (a descriptor of another process)
+    """Copy shared memory, but its first `skipped` blocks, into `blocks`. Raises OSError if its
+    request has ended, DataLoss."""
+    with open_shared(address) as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     header, data = checked(memoryview(mapped))
     if header.layout != layout_of(caches) or header.blocks < skipped + len(blocks):

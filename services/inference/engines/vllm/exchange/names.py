@@ -11,4 +11,4 @@ KV_CONNECTOR = (f"{_ENGINE_CORE}.kv_connector", "KvCopies")
 WEIGHT_BACKEND = "forge"
 """Backend of weight transfer, which `extension` registers."""
 SAVE, LOAD, TOKENS = "forge_save", "forge_load", "forge_tokens"
-"""Keys of `kv_transfer_params`: a path to fill, or one to load and its number of tokens."""
+"""Keys of `kv_transfer_params`: addresses of memory to fill, or to load with a number of tokens."""
