@@ -15,6 +15,8 @@ from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from services.inference.engine_settings import TensorRtLlmSettings, VllmSettings
 
+_ENGINES_ON_FIRST_GPUS = ("tensorrt_llm", "vllm")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
@@ -62,7 +64,7 @@ class KvSettings:
     on_update: Literal["keep", "recompute"] = "keep"
     """Keys and values of running answers when the weights change: keep (the answer continues with
     those of the older weights) or recompute (the new weights compute prompt and answer again).
-    Either empties the prefix cache. recompute needs the engine embedded or vllm."""
+    Either empties the prefix cache. recompute needs an engine with the capability recomputes."""
     store_dir: str = ""
     """Directory on a shared file system through which the workers of a model share keys and values
     (KV store); empty: none. Only the workers' user may have write access."""
@@ -113,7 +115,8 @@ class InferenceConfig(ServiceConfig):
     without bfloat16; device: bfloat16 where the device has it, else float32, as the trainer's
     autocast = auto."""
     device: str = "cpu"
-    """Torch device, e.g. cpu or cuda:0."""
+    """Torch device, e.g. cpu or cuda:0. The engines tensorrt_llm and vllm take the first GPUs that
+    CUDA_VISIBLE_DEVICES names, and refuse another index."""
     torch_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Threads of torch."""
     weights: Literal["follow", "frozen"] = "follow"
@@ -141,14 +144,25 @@ class InferenceConfig(ServiceConfig):
         weights in the policy's group."""
         check_group("serving_group", self.serving_group)
         self.options_of_engine()
-        if self.kv.on_update == "recompute" and self.engine not in ("embedded", "vllm"):
+        # Known before it starts, which takes minutes. Other engines declare it (`recomputes`).
+        if self.kv.on_update == "recompute" and self.engine == "tensorrt_llm":
             raise InvalidArgument(
-                f"kv.on_update = recompute is not allowed with engine = {self.engine}: it has its "
+                "kv.on_update = recompute is not allowed with engine = tensorrt_llm: it has its "
                 "own rule for running answers"
             )
+        self._check_device()
         if self.weights == "frozen" and not self.serving_group:
             raise InvalidArgument(
                 "weights = 'frozen' needs a serving_group: the policy's workers follow its weights"
+            )
+
+    def _check_device(self) -> None:
+        kind, _, index = self.device.partition(":")
+        if self.engine in _ENGINES_ON_FIRST_GPUS and index not in ("", "0"):
+            raise InvalidArgument(
+                f"device = {self.device!r} is not allowed with engine = {self.engine}, which takes "
+                f"the first visible GPUs: set device = {kind!r}, and CUDA_VISIBLE_DEVICES to the "
+                "GPUs of this worker"
             )
 
     def options_of_engine(self) -> dict[str, object]:

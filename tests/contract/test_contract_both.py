@@ -130,7 +130,7 @@ def apply(present: set[bytes], change: CacheChange) -> None:
     present.update(change.stored)
 
 
-@pytest.mark.parametrize("engine", engines.EMBEDDED)
+@pytest.mark.parametrize("engine", engines.able("recomputes"))
 async def test_recompute_sends_running_answers_back_at_a_swap(engine: str, tmp_path: Path) -> None:
     """With the tokens so far; read again, no key is left of the older weights. A request that
     begins after the swap is not sent back."""

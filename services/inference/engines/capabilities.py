@@ -33,6 +33,9 @@ class Capabilities:
     the turns of such requests out."""
     update: Literal["in_flight", "drain"]
     """Whether requests continue under new weights, or finish under the old ones first."""
+    recomputes: bool = False
+    """Can end running answers at a swap of weights, so that the router has them computed again
+    (`kv.on_update = "recompute"`)."""
     draws: Literal["positional", "stream"]
     """Whether seed and position determine a draw, so that a moved request gets the same tokens; or
     seed and all draws before it."""

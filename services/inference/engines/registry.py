@@ -64,7 +64,9 @@ async def start_both(name: str, actors: ActorSystem, options: EngineOptions) -> 
     """Start an engine in the role both. Raises `ConfigError` for one that does not have it."""
     start = getattr(get_engine(name), "start_aggregated", None)
     if start is not None:
-        return Aggregated(await start(actors, options))
+        both = Aggregated(await start(actors, options))
+        await _require_abilities(both, options)
+        return both
     return cast(BothEngine, await _start(name, "both", actors, options))
 
 
@@ -77,4 +79,18 @@ async def _start(name: str, role: Role, actors: ActorSystem, options: EngineOpti
         raise ConfigError(
             f"engine = {name!r} has no role {role}: choose role = {' or '.join(sorted(found))}"
         )
-    return cast(Engine, await start(actors, options))
+    engine = cast(Engine, await start(actors, options))
+    await _require_abilities(engine, options)
+    return engine
+
+
+async def _require_abilities(engine: Engine, options: EngineOptions) -> None:
+    """Close an engine that lacks what the settings demand. Raises `ConfigError`."""
+    able = engine.capabilities
+    if options.recompute_on_update and not able.recomputes:
+        await engine.close()
+        raise ConfigError(
+            f"kv.on_update = 'recompute': the engine {able.engine} does not end running answers "
+            "when the weights change; set kv.on_update = 'keep', or choose an engine with the "
+            "capability recomputes (docs/engines.md)"
+        )

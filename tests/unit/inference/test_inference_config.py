@@ -39,10 +39,20 @@ def test_engine_options_are_a_json_object() -> None:
             InferenceConfig(engine_options=wrong).validate()
 
 
-def test_answers_are_read_again_by_engines_that_can_end_them() -> None:
-    """Another engine has a rule of its own for running answers, and refuses the setting."""
+def test_recompute_is_refused_for_the_built_in_engine_without_it() -> None:
+    """Engines of other packages declare it: they are asked when they start."""
     again = KvSettings(on_update="recompute")
-    for engine in ("embedded", "vllm"):
+    for engine in ("embedded", "vllm", "of_another_package"):
         InferenceConfig(engine=engine, kv=again).validate()
     with pytest.raises(InvalidArgument, match="not allowed with engine = tensorrt_llm"):
         InferenceConfig(engine="tensorrt_llm", kv=again).validate()
+
+
+@pytest.mark.parametrize("engine", ["tensorrt_llm", "vllm"])
+def test_gpu_of_an_engine_with_processes_of_its_own_is_not_chosen_by_an_index(engine: str) -> None:
+    """It would compute on the first visible GPU, beside the worker that has this one."""
+    for device in ("cpu", "cuda", "cuda:0"):
+        InferenceConfig(engine=engine, device=device).validate()
+    with pytest.raises(InvalidArgument, match=r"device = 'cuda:1' .* CUDA_VISIBLE_DEVICES"):
+        InferenceConfig(engine=engine, device="cuda:1").validate()
+    InferenceConfig(device="cuda:1").validate()

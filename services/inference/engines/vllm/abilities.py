@@ -12,6 +12,7 @@ CAPABILITIES = Capabilities(
     engine="vllm",
     roles=frozenset({"prefill", "decode", "both"}),
     update="in_flight",
+    recomputes=True,
     draws="stream",
     cuts=True,
     min_tokens=True,

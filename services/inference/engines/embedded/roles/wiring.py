@@ -41,6 +41,7 @@ CAPABILITIES = Capabilities(
     hand_offs=frozenset({"kv_blocks", EARLY_HAND_OFF}),
     shares=True,
     update="in_flight",
+    recomputes=True,
     draws="positional",
     cuts=True,
     min_tokens=True,
