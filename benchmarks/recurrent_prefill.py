@@ -31,8 +31,9 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.support.report import arguments, keep, show
 from services.inference.engines.base import Prompt, Sampling
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.messages import Read
 from services.inference.engines.embedded.model.policy import Policy
-from services.inference.engines.embedded.prefill import PrefillActor, Read
+from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.embedded.recurrent import layers
 from services.inference.engines.tensor_bytes import to_named
 

@@ -93,11 +93,18 @@ class DecodeActor(ThreadActor):
             case Abort(request_id=request_id):
                 self._abort(request_id)
             case Swap():
-                adopt(self._policy, message.weights, message.probe)
-                self._cache.clear()
-                if self._stored is not None:
-                    self._stored.serve(message.kv_identity)
-                self.after_swap()
+                self.loop.call_soon_threadsafe(message.deliver, self._swap(message))
+        return None
+
+    def _swap(self, swap: Swap) -> ForgeError | None:
+        try:
+            adopt(self._policy, swap.weights, swap.probe)
+        except ForgeError as error:
+            return error
+        self._cache.clear()
+        if self._stored is not None:
+            self._stored.serve(swap.kv_identity)
+        self.after_swap()
         return None
 
     @torch.inference_mode()

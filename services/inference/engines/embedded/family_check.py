@@ -42,9 +42,9 @@ from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixes
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.kv.state_rows import StateRows
-from services.inference.engines.embedded.messages import HeldPrompt, Join, Reserve
+from services.inference.engines.embedded.messages import HeldPrompt, Join, Read, Reserve
 from services.inference.engines.embedded.model.policy import Policy, read_config
-from services.inference.engines.embedded.prefill import PrefillActor, Read
+from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.depth import DepthChooser
 from services.inference.engines.embedded.speculation.drafter import (

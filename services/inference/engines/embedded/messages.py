@@ -1,5 +1,5 @@
-"""Messages of the actors of the embedded engine: of both, then of the one that decodes; and the
-prompt that goes from one to the other."""
+"""Messages of the actors of the embedded engine: of the one that reads prompts, of both, and of the
+one that decodes; and the prompt that goes from one to the other."""
 
 from __future__ import annotations
 
@@ -39,11 +39,37 @@ class HeldPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartRead:
+    """A prompt that is still computed; its first `tokens` tokens do not change any more."""
+
+    kv: torch.Tensor
+    """As of HeldPrompt."""
+    tokens: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Tell: read a prompt; calls `deliver` on the event loop, unless it is aborted before, and
+    `progress` after each of its passes but the last."""
+
+    prompt: Prompt
+    asked_s: float
+    """Monotonic time of the request."""
+    deliver: Callable[[HeldPrompt | ForgeError], None]
+    progress: Callable[[PartRead], None] | None = None
+    matcher: Matcher | None = None
+    """State of the grammar at the start of the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """Ask: serve these weights. UnfitWeights or BrokenWeights when they compute something else than
-    `probe`, or nothing; then the served ones stay."""
+    """Tell: serve these weights; calls `deliver` on the event loop when they are served. With
+    UnfitWeights or BrokenWeights when they compute something else than `probe`, or nothing; then
+    the served ones stay."""
 
     weights: StagedWeights
+    deliver: Callable[[ForgeError | None], None]
     probe: Probe | None = None
     kv_identity: bytes = b""
     """Name of the model with these weights in a KV store; empty without a store."""

@@ -18,13 +18,19 @@ from typing import Any, ClassVar
 import torch
 
 from forge.core.errors import ForgeError, Unavailable
-from forge.core.placement.prefix_cache import Match
 from forge.runtime.actors.actor import ThreadActor
-from services.inference.engines.base import BrokenWeights, Prefilled, Prompt
+from services.inference.engines.base import BrokenWeights, Prefilled
 from services.inference.engines.embedded.device.prompt_layers import PromptLayers
+from services.inference.engines.embedded.known_prefixes import KnownPrefixes
 from services.inference.engines.embedded.kv.device_attention import PackedAttention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
-from services.inference.engines.embedded.messages import Abort, HeldPrompt, Swap
+from services.inference.engines.embedded.messages import (
+    Abort,
+    HeldPrompt,
+    PartRead,
+    Read,
+    Swap,
+)
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import adopt
 from services.inference.engines.embedded.model.sampler import DrawnToken, draw, tokens_of
@@ -36,34 +42,7 @@ from services.inference.engines.embedded.prefill_schedule import (
     next_pass,
 )
 from services.inference.engines.embedded.recurrent.packed import Piece
-from services.inference.engines.embedded.recurrent.read_states import ReadStates
-from services.inference.engines.embedded.recurrent.shape import StateShape
 from services.inference.engines.embedded.stored_kv import StoredKv
-from services.inference.engines.grammar_masks import Matcher
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRead:
-    """A prompt that is still computed; its first `tokens` tokens do not change any more."""
-
-    kv: torch.Tensor
-    """As of HeldPrompt."""
-    tokens: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """Tell: read a prompt; calls `deliver` on the event loop, unless it is aborted before, and
-    `progress` after each of its passes but the last."""
-
-    prompt: Prompt
-    asked_s: float
-    """Monotonic time of the request."""
-    deliver: Callable[[HeldPrompt | ForgeError], None]
-    progress: Callable[[PartRead], None] | None = None
-    matcher: Matcher | None = None
-    """State of the grammar at the start of the answer."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -98,11 +77,16 @@ class PrefillActor(ThreadActor):
         self._policy = policy
         self._cache = cache
         self._stored = stored
+        self._known = KnownPrefixes(policy, cache, stored, block_tokens=block_tokens)
         self._block_tokens = block_tokens
         self._pass_tokens = pass_tokens
         self._threads = threads
         self._packed = packed
         self._layers = layers
+        self.after_swap: Callable[[], None] | None = None
+        """Called on the actor's thread when other weights are served."""
+        self._later: list[Read | Swap] = []
+        """A swap that waits for the prompts in `_pending`, and all that comes after it."""
         self._pending: dict[bytes, _Pending] = {}
         """By the ids of the prompt, the oldest first."""
         self._prefixes: WaitingPrefixes | None = None
@@ -113,32 +97,60 @@ class PrefillActor(ThreadActor):
         torch.set_num_threads(self._threads)
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """Let prompts join and leave; a swap first finishes those that have joined."""
-        joining = sum(one.prompt.tokens for one in messages if isinstance(one, Read))
-        answers = [self._take(message, joining) for message in messages]
-        # It would keep the keys and values of finished prompts.
-        self._prefixes = None
-        return answers
+        """Let prompts join and leave; a swap waits for those that have begun."""
+        self._take_all(messages)
+        self._swap_if_free()
+        return [None] * len(messages)
 
     def work(self) -> bool:
-        """Run one forward pass; False when no prompt is left."""
+        """Run one forward pass, or a swap that no prompt delays; False when no prompt is left."""
         self._pass()
+        self._swap_if_free()
         return bool(self._pending)
 
-    def _take(self, message: Any, joining_tokens: int) -> ForgeError | None:
+    def _take_all(self, messages: Sequence[Any]) -> None:
+        joining = sum(one.prompt.tokens for one in messages if isinstance(one, Read))
+        for message in messages:
+            self._take(message, joining)
+        # It would keep the keys and values of finished prompts.
+        self._prefixes = None
+
+    def _take(self, message: Any, joining_tokens: int) -> None:
         """`joining_tokens`: of all prompts of the batch."""
         match message:
+            case Read() | Swap() if self._later:
+                self._later.append(message)
             case Read():
                 self._join(message, joining_tokens)
             case Abort(request_id=request_id):
                 self._prefixes = None
                 self._abort(request_id)
             case Swap():
-                self._prefixes = None
-                while self._pending:
-                    self._pass()
-                return self._swap(message)
-        return None
+                self._later = [message, *self._take_unbegun()]
+
+    def _take_unbegun(self) -> list[Read]:
+        """Remove the prompts without any keys and values: other weights will read them. Prompts
+        with a cached part have begun, since it may have been handed off."""
+        readings = [pending.reading for pending in self._pending.values()]
+        begun = {reading for reading in readings if reading.filled}
+        # A source is older than the prompts that copy from it.
+        for reading in reversed(readings):
+            if reading in begun and reading.source and reading.filled < reading.shared:
+                begun.add(reading.source)
+        unbegun = [ids for ids, one in self._pending.items() if one.reading not in begun]
+        self._prefixes = None
+        return [read for ids in unbegun for read in self._pending.pop(ids).requests]
+
+    def _swap_if_free(self) -> None:
+        """Serve the next weights once the prompts that began before are computed; then let the
+        later ones join."""
+        while self._later and not self._pending:
+            swap, *rest = self._later
+            assert isinstance(swap, Swap)
+            self._later = []
+            refusal = self._swap(swap)
+            self.loop.call_soon_threadsafe(swap.deliver, refusal)
+            self._take_all(rest)
 
     def _swap(self, swap: Swap) -> ForgeError | None:
         try:
@@ -150,6 +162,8 @@ class PrefillActor(ThreadActor):
             self._layers.after_swap()
         if self._stored is not None:
             self._stored.serve(swap.kv_identity)
+        if self.after_swap is not None:
+            self.after_swap()
         return None
 
     def _join(self, read: Read, joining_tokens: int) -> None:
@@ -159,7 +173,7 @@ class PrefillActor(ThreadActor):
         pending = self._pending.get(read.prompt.ids)
         if pending is None:
             prefixes = self._waiting_prefixes(joining_tokens)
-            pending = _Pending(reading=self._begin(read.prompt, prefixes))
+            pending = _Pending(reading=self._known.begin(read.prompt, prefixes))
             self._pending[read.prompt.ids] = pending
             prefixes.add(pending.reading)
         pending.requests.append(read)
@@ -167,6 +181,11 @@ class PrefillActor(ThreadActor):
             self._report([pending.reading])
 
     def _abort(self, request_id: str) -> None:
+        self._later = [
+            one
+            for one in self._later
+            if isinstance(one, Swap) or one.prompt.request_id != request_id
+        ]
         for ids, pending in self._pending.items():
             for read in pending.requests:
                 if read.prompt.request_id == request_id:
@@ -190,61 +209,6 @@ class PrefillActor(ThreadActor):
                 readings, tokens=tokens, block_tokens=self._block_tokens
             )
         return self._prefixes
-
-    @torch.inference_mode()
-    def _begin(self, prompt: Prompt, prefixes: WaitingPrefixes) -> Reading:
-        """Find a prompt's part in the cache, in the store, and in a waiting prompt."""
-        shape = self._policy.kv_shape
-        # The last token is always computed: its logits give the first token of the answer.
-        limit = prompt.tokens - 1
-        match = self._cache.resumable(prompt.ids, limit_tokens=limit)
-        reading = Reading(
-            prompt=prompt,
-            ids=torch.frombuffer(prompt.ids, dtype=torch.int32).long().to(shape.device),
-            kv=shape.empty(prompt.tokens),
-            routes=shape.unknown_routes(prompt.tokens),
-            cached=match.tokens,
-        )
-        self._cache.read(match, reading.kv)
-        self._cache.read_routes(match, reading.routes)
-        self._read_stored(reading, limit)
-        reading.done = reading.filled = reading.cached
-        source, shared = prefixes.longest(prompt, limit_tokens=limit)
-        if source is not None and source.recurrent is not None and shared > reading.cached:
-            shared = source.recurrent.share(shared, done=source.done)
-        if shape.states is not None:
-            reading.recurrent = self._begin_states(shape.states, prompt, match, at_least=shared)
-        if source is not None and shared > reading.cached:
-            reading.source, reading.shared, reading.done = source, shared, shared
-        return reading
-
-    def _begin_states(
-        self, shape: StateShape, prompt: Prompt, match: Match, *, at_least: int
-    ) -> ReadStates:
-        """The states with which a prompt resumes, and where it keeps further ones: behind its last
-        block, and where it parts from another prompt, if that is behind `at_least` tokens."""
-        states = ReadStates(shape, self._policy.device)
-        self._cache.read_states(match, states.now)
-        limit = prompt.tokens - 1
-        start = max(match.tokens, at_least)
-        parting = self._cache.match(prompt.ids, limit_tokens=limit).tokens
-        for stop in (limit // self._block_tokens * self._block_tokens, parting):
-            if stop > start:
-                states.stop(stop)
-        return states
-
-    def _read_stored(self, reading: Reading, limit_tokens: int) -> None:
-        if self._stored is None:
-            return
-        began_s, cached = time.monotonic(), reading.cached
-        reading.cached = self._stored.read(
-            reading.prompt.ids,
-            reading.kv,
-            reading.routes,
-            from_token=cached,
-            limit_tokens=limit_tokens,
-        )
-        reading.stored, reading.stored_s = reading.cached - cached, time.monotonic() - began_s
 
     @torch.inference_mode()
     def _pass(self) -> None:

@@ -1,7 +1,8 @@
 """The actor that reads prompts and samples: a prefill pass, then a decode step, in turn.
 
 Both use one model and one prefix cache, so that the keys and values of an answer are there when its
-next turn is read. A pass has at most `pass_tokens` tokens; running requests wait for one at most.
+next turn is read. A pass has at most `pass_tokens` tokens; running requests wait for one at most,
+also while a swap waits for the prompts that have begun.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any, ClassVar
 
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.embedded.decode import DecodeActor
-from services.inference.engines.embedded.messages import Abort, Swap
-from services.inference.engines.embedded.prefill import PrefillActor, Read
+from services.inference.engines.embedded.messages import Abort, Read, Swap
+from services.inference.engines.embedded.prefill import PrefillActor
 
 
 class BothActor(ThreadActor):
@@ -24,6 +25,7 @@ class BothActor(ThreadActor):
         """Both have the same model, prefix cache and store."""
         self._prefill = prefill
         self._decode = decode
+        prefill.after_swap = decode.after_swap
 
     def started(self) -> None:
         """Start both."""
@@ -32,18 +34,15 @@ class BothActor(ThreadActor):
             actor.started()
 
     def receive_batch(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """Hand each message to its actor; an abort to both."""
-        of_prefill = [one for one in messages if isinstance(one, Read | Abort | Swap)]
-        read = iter(self._prefill.receive_batch(of_prefill))
-        answers = []
-        for message in messages:
-            # A swap empties the one cache and changes the one model: prefill has done it.
-            ours = not isinstance(message, Read | Swap)
-            done = self._decode.receive_batch([message])[0] if ours else None
-            answers.append(next(read) if isinstance(message, Read | Abort | Swap) else done)
-            if isinstance(message, Swap):
-                self._decode.after_swap()
-        return answers
+        """Hand each message to its actor; an abort to both. Prefill swaps the one model and empties
+        the one cache."""
+        self._prefill.receive_batch(
+            [one for one in messages if isinstance(one, Read | Abort | Swap)]
+        )
+        return [
+            None if isinstance(one, Read | Swap) else self._decode.receive_batch([one])[0]
+            for one in messages
+        ]
 
     def work(self) -> bool:
         """Run one pass and one step; False when no request is left."""

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forge.core.errors import NotFound
-from services.inference.engines.embedded.messages import HeldPrompt
-from services.inference.engines.embedded.prefill import PartRead
+from services.inference.engines.embedded.messages import HeldPrompt, PartRead
 
 _ARRIVAL_S = 10.0
 """Longest time that a fetch waits for its prefill."""

@@ -20,11 +20,7 @@ from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
 from services.inference.engines import tensor_bytes
 from services.inference.engines.base import EngineStatus, KvSpan, Prefilled, Prompt
-from services.inference.engines.embedded.messages import Abort, HeldPrompt
-from services.inference.engines.embedded.prefill import (
-    PartRead,
-    Read,
-)
+from services.inference.engines.embedded.messages import Abort, HeldPrompt, PartRead, Read
 from services.inference.engines.embedded.recurrent.read_states import MOST_STOPS
 from services.inference.engines.embedded.roles.early_reads import EarlyRead, EarlyReads
 from services.inference.engines.embedded.roles.held_prompts import HeldPrompts

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Self
 
+from forge.core.errors import DeadlineExceeded, ForgeError
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
@@ -18,7 +19,7 @@ from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, cache_sizes
 from services.inference.engines.embedded.messages import Swap
-from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.policy import Policy, StagedWeights
 from services.inference.engines.embedded.roles.wiring import (
     CAPABILITIES,
     build_policy,
@@ -134,15 +135,34 @@ class RoleEngine(ABC):
         self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
     ) -> None:
         """See `Engine`."""
-        swap = await asyncio.to_thread(self._stage, tensors, version, probe)
-        await self._actor.ask(swap, timeout_s=self._options.request_timeout_s)
+        staged = await asyncio.to_thread(self._stage, tensors, version)
+        served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def _stage(self, tensors: Mapping[str, NamedTensor], version: int, probe: Probe | None) -> Swap:
+        def deliver(refusal: ForgeError | None) -> None:
+            if served.done():
+                return
+            if refusal is not None:
+                served.set_exception(refusal)
+            else:
+                served.set_result(None)
+
+        timeout_s = self._options.request_timeout_s
+        swap = Swap(weights=staged, deliver=deliver, probe=probe, kv_identity=staged.identity)
+        await self._actor.ask(swap, timeout_s=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await served
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"weights {version} were not served within {timeout_s:g} s: prompts that have "
+                "begun come first"
+            ) from None
+
+    def _stage(self, tensors: Mapping[str, NamedTensor], version: int) -> StagedWeights:
         model = None
         if self._store is not None:
             model = architecture(self._options.model_path, self._policy.kv_shape)
-        staged = self._policy.stage(tensors, version=version, architecture=model)
-        return Swap(weights=staged, probe=probe, kv_identity=staged.identity)
+        return self._policy.stage(tensors, version=version, architecture=model)
 
     async def idle(self) -> None:
         """See `Engine`."""
