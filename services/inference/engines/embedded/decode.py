@@ -27,13 +27,7 @@ from services.inference.engines.base import BrokenWeights, Piece, Prompt
 from services.inference.engines.embedded.arrivals import Arrivals
 from services.inference.engines.embedded.decode_step import DecodeStep, Outcome
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
-from services.inference.engines.embedded.messages import (
-    Abort,
-    Deliver,
-    Join,
-    Reserve,
-    Swap,
-)
+from services.inference.engines.embedded.messages import Abort, Deliver, Join, Reserve, Swap
 from services.inference.engines.embedded.model.probe import adopt
 from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
 from services.inference.engines.embedded.stored_kv import StoredKv
@@ -77,6 +71,8 @@ class DecodeActor(ThreadActor):
         self._max_waiting = max_waiting
         self._threads = threads
         self._recompute = recompute
+        self._epoch = 0
+        """Number of swaps: each empties the cache, whatever the versions are."""
         self._outbox: list[tuple[Deliver, Piece | ForgeError]] = []
 
     def started(self) -> None:
@@ -112,6 +108,7 @@ class DecodeActor(ThreadActor):
         """Send back the requests whose keys and values other weights computed, to be read again by
         those in service; the tokens so far are delivered before. Unless they are to be kept."""
         self._step.after_swap()
+        self._epoch += 1
         if not self._recompute:
             return
         version = self._policy.version
@@ -140,7 +137,7 @@ class DecodeActor(ThreadActor):
     def _reserve(self, prompt: Prompt, *, limit_tokens: int | None) -> int:
         self._unreserve(prompt.request_id)
         match = self._cache.match(prompt.ids, limit_tokens=limit_tokens, pin=True)
-        self._reserved[prompt.request_id] = Reservation(match, self._policy.version)
+        self._reserved[prompt.request_id] = Reservation(match, self._policy.version, self._epoch)
         return match.tokens
 
     def _unreserve(self, request_id: str) -> None:
@@ -162,7 +159,8 @@ class DecodeActor(ThreadActor):
         blocks = None
         # A prefix and its continuation by different weights belong to no version.
         of_one = not match.tokens or span.version == reserved.version
-        if of_one and span.version == self._policy.version:
+        is_whole = of_one and self._has_prefix(match.tokens, reserved.epoch)
+        if is_whole and span.version == self._policy.version:
             routes = self._arrivals.routes(span)
             self._cache.store(prompt.ids, arrived.fetched, from_token=match.tokens, routes=routes)
             blocks = self._cache.match(prompt.ids, pin=True)
@@ -182,6 +180,7 @@ class DecodeActor(ThreadActor):
                 matcher=join.matcher,
                 state=self._arrivals.state(span),
                 prompt_blocks=blocks,
+                epoch=self._epoch if blocks is not None else reserved.epoch,
                 kv_shape=self._policy.kv_shape,
                 routes=bytearray(self._arrivals.routes(span).numpy().tobytes()),
                 routes_start=match.tokens,
@@ -342,7 +341,8 @@ class DecodeActor(ThreadActor):
 
     def _leave(self, sequence: DecodeSequence) -> None:
         """Free the row; cache its keys and values if the present weights computed them."""
-        if sequence.version == self._policy.version:
+        of_one = sequence.version == self._policy.version
+        if of_one and self._has_prefix(sequence.base, sequence.epoch):
             known = prefix(sequence.ids, sequence.base + sequence.tokens)
             kv, routes = self._running.kv(sequence), sequence.all_routes()
             self._cache.store(known, kv, from_token=sequence.base, routes=routes)
@@ -358,6 +358,10 @@ class DecodeActor(ThreadActor):
         if self._prefixes is not None:
             self._prefixes.leave(sequence)
         self._unpin(sequence)
+
+    def _has_prefix(self, tokens: int, epoch: int) -> bool:
+        """Whether the cache still has the pinned prefix of so many tokens, found in this epoch."""
+        return not tokens or epoch == self._epoch
 
     def _unpin(self, sequence: DecodeSequence) -> None:
         self._drop_arrived(sequence)

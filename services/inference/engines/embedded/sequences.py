@@ -48,6 +48,8 @@ class Reservation:
     match: Match
     version: int
     """Version of the weights that computed the prefix."""
+    epoch: int
+    """Number of swaps before it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -63,6 +65,8 @@ class DecodeSequence(Branch):
     most_sampled: int
     version: int
     """Version of all its keys and values."""
+    epoch: int
+    """Number of swaps before its prefix was pinned: a later one has emptied the cache."""
     arrived: Arrived | None
     """Set until it has its row."""
     matcher: Matcher | None
