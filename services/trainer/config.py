@@ -119,6 +119,8 @@ class TrainerConfig(ServiceConfig):
     recompute_activations: bool = False
     """Compute each layer again in the backward pass: a third more work, and only the inputs of
     the layers stay in memory."""
+    recompute_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the layers, spread evenly, to which recompute_activations applies."""
     compile_layers: bool = False
     """Compile layers for merged trees. Needs a GPU, a dense model and autocast; not with adapters,
     mesh.dp_shard or mesh.tp."""

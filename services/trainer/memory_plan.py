@@ -112,7 +112,8 @@ class Run:
     """Tokens of the largest tree or sample of a pass."""
     bfloat16: bool = True
     """autocast and publish_dtype are bfloat16."""
-    recompute: bool = False
+    recompute: float = 0.0
+    """Share of the layers with recomputed activations."""
     optimizer: OptimizerName = "adamw"
     frozen: tuple[ModelSize, ...] = ()
     """Models beside the policy: a reference, a teacher, none of whose weights is trained."""
@@ -290,7 +291,9 @@ def estimate(size: ModelSize, run: Run) -> Estimate:
     rows = table_rows(states, (size.vocabulary, size.channels))
     of_layers = size.activation_bytes * computed
     if run.recompute:
-        of_layers = of_layers / size.layers + 4.0 * states * size.layers
+        # Kept layers, the inputs of the others, and one of these in its backward.
+        kept = of_layers * (1 - run.recompute + 1 / size.layers)
+        of_layers = min(of_layers, kept) + 4.0 * states * size.layers * run.recompute
     rounds = run.bfloat16 and not size.adapters
     return Estimate(
         weights=held.bytes,
@@ -347,7 +350,7 @@ def _alternatives(run: Run) -> Iterator[Run]:
     ranks = run.shape.ranks // tp
     yield run
     for cp in (one for one in range(1, ranks + 1) if ranks % one == 0):
-        for recompute in (False, True):
+        for recompute in (0.0, 1.0):
             data = ranks // cp
             if data > 1 or ranks == 1:
                 shape = MeshShape(dp_shard=data, cp=cp, tp=tp)

@@ -45,7 +45,7 @@ def plan(options: argparse.Namespace) -> str:
         shape=mesh.shape(options.world),
         context=options.context,
         bfloat16=bfloat16,
-        recompute=options.recompute_activations,
+        recompute=options.recompute_share if options.recompute_activations else 0.0,
         optimizer=options.optimizer,
         frozen=tuple(
             _size(name, path, bfloat16=bfloat16, tp=options.tp, frozen=True)
@@ -146,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--tp", type=int, default=1, help="ranks that compute every token together")
     add("--autocast", choices=("none", "bfloat16"), default="bfloat16", help="type of the backbone")
     add("--recompute-activations", action="store_true", help="as trainer.recompute_activations")
+    add(
+        "--recompute-share",
+        type=float,
+        default=1.0,
+        help="share of the layers that it applies to, as trainer.recompute_share",
+    )
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--lora-rank", type=int, default=0, help="rank of adapters (lora.rank); 0: none")
     add(

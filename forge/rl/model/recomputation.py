@@ -16,19 +16,20 @@ from forge.rl.attention.tree_attention import current_tree, over_tree
 from forge.rl.routing import recomputed_with_routes
 
 
-def recompute_activations(model: Any) -> None:
-    """Recompute each layer in the backward pass instead of keeping its activations.
+def recompute_activations(model: Any, *, share: float = 1.0) -> None:
+    """Recompute a share of the layers, spread evenly, in the backward pass instead of keeping their
+    activations.
 
-    transformers checkpoints only in training mode, so the layers are put into it, but not their
+    transformers checkpoints only in training mode, so these layers are put into it, but not their
     modules: dropout stays off. Raises `ValueError` when the model cannot.
     """
     enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.20
     (enable or model.gradient_checkpointing_enable)(
         {"use_reentrant": False, "context_fn": recomputed}
     )
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    for index, layer in enumerate(layers):
+        layer.training = int((index + 1) * share) > int(index * share)
 
 
 def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

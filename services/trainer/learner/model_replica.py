@@ -234,7 +234,7 @@ class ModelReplica:
             LoraTrainee(model, lora, model_path=self._model_path) if lora.rank else Trainee(model)
         )
         if self._config.recompute_activations:
-            recompute(model)
+            recompute(model, share=self._config.recompute_share)
         policy = self._policy(model, self._model_path, balance_coef=self._config.balance_coef)
         self._trainee.begin(self._config.seed)
         if self._config.compile_layers:

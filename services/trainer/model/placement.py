@@ -19,10 +19,10 @@ from services.trainer.config import TrainerConfig
 from services.trainer.torchrun_rank import under_torchrun
 
 
-def recompute(model: Any) -> None:
-    """Keep only the inputs of layers. Raises `ConfigError` when the model cannot."""
+def recompute(model: Any, *, share: float = 1.0) -> None:
+    """Keep only the inputs of a share of the layers. Raises `ConfigError` when the model cannot."""
     try:
-        recompute_activations(model)
+        recompute_activations(model, share=share)
     except ValueError as error:
         raise ConfigError(
             f"recompute_activations = true is not allowed for this model: {error}"

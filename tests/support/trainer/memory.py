@@ -50,7 +50,7 @@ def peak_bytes(step: Callable[[], object]) -> int:
 def measured_bytes(
     world: World,
     *,
-    recompute: bool = False,
+    recompute: float = 0.0,
     frozen: int = 0,
     adapt: Callable[[Any], object] | None = None,
 ) -> int:
@@ -61,7 +61,7 @@ def measured_bytes(
     if adapt is not None:
         adapt(model)
     if recompute:
-        recompute_activations(model)
+        recompute_activations(model, share=recompute)
     coef = 0.1 if frozen else 0.0
     policies = [TreePolicy(model), *(_frozen() for _ in range(frozen))]
     for policy in policies:

@@ -194,14 +194,16 @@ def test_model_without_a_merged_way_is_not_merged(
         assert "sequence by sequence" in record.getMessage()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "mamba"])
+@pytest.mark.parametrize(
+    ("family", "share"), [("qwen3", 1.0), ("qwen3", 0.5), ("falcon_h1", 1.0), ("mamba", 1.0)]
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradient_checkpointing_changes_no_gradient(way: str, family: str) -> None:
+def test_gradient_checkpointing_changes_no_gradient(way: str, family: str, share: float) -> None:
     """Recomputed layers get the same tree, and the same keys and states of other parts."""
     samples = forest("forked")
     model = tiny_model(family, torch.float32)
     expected = reference_gradient(model, samples)
-    recompute_activations(model)
+    recompute_activations(model, share=share)
     learner = Learner(TreePolicy(model), LearnerConfig(objective=ObjectiveConfig(ratio_cap=CAP)))
     loss, _ = learner.accumulate(planned(samples, way))
     actual = Gradient(loss=loss, of=gradients(model))
