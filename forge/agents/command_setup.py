@@ -27,7 +27,7 @@ class UnsafeFallback:
         self._bare = bare
 
     async def check(self) -> None:
-        """As `Launcher.check`: every host can, without a sandbox if it has none."""
+        """Chooses the launcher: the sandbox, or the host where it has no sandbox."""
         try:
             await self._launcher.check()
         except ConfigError as error:
@@ -35,11 +35,11 @@ class UnsafeFallback:
             self._launcher = self._bare
 
     def start(self, request: Request) -> AbstractAsyncContextManager[Program]:
-        """As `Launcher.start`."""
+        """Starts a program with the chosen launcher."""
         return self._launcher.start(request)
 
     async def close(self) -> None:
-        """As `Launcher.close`."""
+        """Frees the chosen launcher."""
         await self._launcher.close()
 
 

@@ -36,7 +36,7 @@ class RewardTask:
     task_id: str
     domain: str
     payload: Mapping[str, Any]
-    """As submitted, including the expected answer."""
+    """The payload as submitted, including the expected answer."""
 
 
 class NoReward(ValueError):

@@ -29,7 +29,7 @@ class Commands(TyperGroup):
     """Ends a command that raises `ForgeError`, or lacks an optional package, in one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """As `TyperGroup.invoke`."""
+        """Invokes the command; prints a `ForgeError` in one line and exits."""
         try:
             with extras_named():
                 return super().invoke(ctx)

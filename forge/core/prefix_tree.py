@@ -73,8 +73,8 @@ class Sample:
     group: int = -1
     """Number of its group in the batch; -1: this sample is a group of its own."""
     number: int = -1
-    """Its number in the batch, by which a step returns values of its tokens; -1: it returns
-    none."""
+    """The sample's number in the batch, by which a step returns values of the tokens; -1: it
+    returns none."""
     routes: tuple[RouteSpan, ...] = ()
     """Experts of its tokens, as recorded: ascending, disjoint. The model chooses those of tokens
     in no span."""

@@ -242,8 +242,8 @@ class RoutingReplayConfig:
     """Compute each token with its recorded experts; the model chooses those of tokens without a
     record. Gateways record with record_experts."""
     compare_every_steps: Annotated[int, Meta(ge=0)] = 10
-    """Every so many steps the trainer computes one tree also without replay, to compare the gaps of
-    log-probs; 0: never."""
+    """Interval in steps of a comparison: the trainer computes one tree also without replay, and
+    reports both gaps of log-probs; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,10 +319,10 @@ class LearnerConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     """Used by algorithms with a critic."""
     mtp: MtpConfig = field(default_factory=MtpConfig)
-    epochs: int = 1
-    """Passes over each batch."""
+    passes_per_batch: int = 1
+    """Update passes over each batch."""
     mini_batches: int = 1
-    """Updates per pass, each on other groups of the batch."""
+    """Updates per update pass, each on other groups of the batch."""
     compare_replay_every: int = 0
     """`RoutingReplayConfig.compare_every_steps`, if experts are replayed."""
     token_budget: int = 16384

@@ -157,8 +157,8 @@ def wide_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _matrices_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Those of a linear layer, its bias too, or of several experts in one tensor [experts, out,
-    in]."""
+    """The parameters of a linear layer, its bias too, or of several experts in one tensor
+    [experts, out, in]."""
     linear = isinstance(module, nn.Linear)
     if not linear and "Expert" not in type(module).__name__:
         return {}

@@ -43,38 +43,38 @@ class RenewableChannel(grpc.aio.Channel):
         return invoke
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As `grpc.aio.Channel`."""
+        """Return a multicallable on the current channel."""
         return self.multicallable("unary_unary", method, *args, **kwargs)
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As `grpc.aio.Channel`."""
+        """Return a multicallable on the current channel."""
         return self.multicallable("unary_stream", method, *args, **kwargs)
 
     def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As `grpc.aio.Channel`."""
+        """Return a multicallable on the current channel."""
         return self.multicallable("stream_unary", method, *args, **kwargs)
 
     def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As `grpc.aio.Channel`."""
+        """Return a multicallable on the current channel."""
         return self.multicallable("stream_stream", method, *args, **kwargs)
 
     async def close(self, grace: float | None = None) -> None:
-        """As `grpc.aio.Channel`."""
+        """Close the current channel and those that were replaced."""
         for drain, retired in list(self._retired.items()):
             drain.cancel()
             await retired.close()
         await self._inner.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As `grpc.aio.Channel`."""
+        """Return the state of the current channel."""
         return self._inner.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As `grpc.aio.Channel`."""
+        """Wait until the current channel leaves a state."""
         await self._inner.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """As `grpc.aio.Channel`."""
+        """Wait until the current channel is ready."""
         await self._inner.channel_ready()
 
     async def __aenter__(self) -> RenewableChannel:

@@ -63,5 +63,6 @@ class ConsoleConfig(ServiceConfig):
         for name in self.http.hosts:
             if "/" in name:
                 raise InvalidArgument(
-                    f"http.hosts has {name!r}: a host name, with a port unless it is the default"
+                    f"http.hosts: {name!r} must be a host name, with a port unless it is the "
+                    "default one"
                 )

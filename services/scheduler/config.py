@@ -85,7 +85,7 @@ class SchedulerConfig(ServiceConfig):
         return {"lost_shards": command}
 
     def agreed(self) -> Mapping[str, str]:
-        """A standby continues the leader's queue by the same rules."""
+        """Returns the settings that all instances must share: a standby continues the queue."""
         return agreed_settings("scheduler", self, "queue", *_AGREED)
 
     def validate(self) -> None:

@@ -10,7 +10,8 @@ _LEADING = gauge("forge_scheduler_leading", "1 on the leader, 0 on a standby.")
 _FIELDS = {
     "head": gauge(
         "forge_scheduler_head",
-        "H: lowest queue index whose group is not consumed, in a batch or assigned to one.",
+        "H: lowest queue index whose group is neither consumed, nor in a batch, nor assigned to "
+        "one.",
     ),
     "window": gauge("forge_scheduler_window_groups", "W: positions that a trainer sees."),
     "concurrency": gauge("forge_scheduler_concurrency_groups", "N: most groups that run at once."),
@@ -39,8 +40,8 @@ _FIELDS = {
     ),
     "untrained_s": gauge(
         "forge_scheduler_untrained_seconds",
-        "Time since a batch was committed, an evaluation group finished, or a group came to an "
-        "empty queue.",
+        "Time since the last progress: a committed batch, a finished evaluation group, or the "
+        "first group of an empty queue.",
     ),
 }
 """By field of the status."""

@@ -161,7 +161,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def FinishRollouts(
         self, request: scheduler_pb2.FinishRolloutsRequest, context: Any
     ) -> scheduler_pb2.FinishRolloutsResponse:
-        """Settle attempts by what the pool has of them."""
+        """Store results of attempts, checked against the pool."""
         leader = await self._lead(context)
         ids = [validation.check_result(result, n) for n, result in enumerate(request.outcomes)]
         locate = LocateRollouts(trajectory_ids=ids)

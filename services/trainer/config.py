@@ -270,7 +270,7 @@ class TrainerConfig(ServiceConfig):
             correction=self.correction,
             critic=self.critic,
             mtp=self.mtp,
-            epochs=self.passes_per_batch,
+            passes_per_batch=self.passes_per_batch,
             mini_batches=self.mini_batches,
             compare_replay_every=self.routing_replay.compare_every_steps,
             token_budget=self.token_budget,

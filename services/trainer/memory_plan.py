@@ -59,7 +59,7 @@ class Weights:
 
     @property
     def bytes(self) -> float:
-        """Their memory."""
+        """Memory of the weights."""
         return 4.0 * self.all - 2.0 * self.narrow
 
     def __add__(self, other: Weights) -> Weights:
@@ -86,11 +86,11 @@ class ModelSize:
     """Adapters are trained, and no other weights."""
     layers: int
     in_layers: Weights
-    """Those of the layers that one part holds."""
+    """Parameters of the layers that one part holds."""
     largest_layer: Weights
-    """Those of the largest layer that one part holds."""
+    """Parameters of the largest layer that one part holds."""
     outside: Weights
-    """Those outside of layers: embedding, last norm, head; tied ones once."""
+    """Parameters outside of layers: embedding, last norm, head; tied ones once."""
     vocabulary: int
     channels: int
     pair_cost: float

@@ -105,8 +105,8 @@ _NOT_TRAINED = counter(
     "off by a token limit), share_missing, side_call, excluded (by the agent), other_model.",
     ["domain", "reason"],
 )
-_BARREN = counter(
-    "forge_trainer_barren_batches_total",
+_UNTRAINED_DOMAIN = counter(
+    "forge_trainer_untrained_domain_batches_total",
     "Batches in which every turn of a domain was left out; forge_trainer_left_out_turns_total has "
     "the reasons.",
     ["domain"],
@@ -117,7 +117,7 @@ _THROUGHPUT = gauge(
 _WAIT_S = gauge("forge_trainer_wait_seconds", "Time from the end of a step to the next batch.")
 _PUBLISH_S = gauge(
     "forge_trainer_publish_seconds",
-    "Time for which training waited for a copy of the new weights and for the publication before.",
+    "Time that training waited for the copy of the new weights and the previous publication.",
 )
 ANNOUNCE_S = gauge(
     "forge_trainer_announce_seconds",
@@ -354,8 +354,8 @@ def _show_left_out(batch: BatchSamples) -> None:
     _EXCLUDED.inc(batch.excluded)
     for (domain, reason), turns in batch.left_out.items():
         _NOT_TRAINED.labels(domain, reason).inc(turns)
-    for domain in batch.barren_domains:
-        _BARREN.labels(domain).inc()
+    for domain in batch.untrained_domains:
+        _UNTRAINED_DOMAIN.labels(domain).inc()
 
 
 def show_evaluating(in_flight: bool) -> None:

@@ -133,7 +133,7 @@ class AdvantageSettings:
     """Most groups leased beyond those of a batch, in place of flat ones (DAPO's dynamic sampling);
     0: none. Needs drop_flat_groups."""
     refill_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
-    """Longest wait of a batch for these groups; then the trainer trains it with fewer."""
+    """Longest wait for refill groups; then the batch is trained without them."""
 
     def rules(self, own: Preset) -> AdvantageRules:
         """The settings with `auto` replaced by the values of the algorithm's preset."""

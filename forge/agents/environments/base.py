@@ -91,11 +91,11 @@ class PlainEpisode:
     tools: list[dict[str, Any]] = []
 
     def run(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """As `call`, without await."""
+        """Executes one tool call and returns its result. Raises `ToolError`."""
         raise ToolError(f"unknown tool {name}")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Executes one tool call. Raises `ToolError`."""
+        """Returns the result of `run`. Raises `ToolError`."""
         return self.run(name, arguments)
 
     async def close(self) -> None:

@@ -80,7 +80,7 @@ class GeneralEpisode(PlainEpisode):
         return asked("Ship the order.", f"{self.customer} orders: {self.item} to {self.recipient}.")
 
     def run(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """As `call`, without await."""
+        """Executes one tool call and returns its result. Raises `ToolError`."""
         match name:
             case "stock":
                 return f"shelf {_entry(self.shelves, arguments, 'item')}"

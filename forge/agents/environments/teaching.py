@@ -23,7 +23,7 @@ class TaughtEpisode(Episode, Protocol):
     def __init__(self, payload: Mapping[str, Any]) -> None: ...
 
     def run(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """As `call`, without await."""
+        """Executes one tool call and returns its result. Raises `ToolError`."""
 
 
 EpisodeT = TypeVar("EpisodeT", bound=TaughtEpisode)

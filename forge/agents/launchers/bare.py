@@ -39,11 +39,11 @@ class BareLauncher:
         self._limits = limits
 
     async def check(self) -> None:
-        """As `Launcher.check`: every host can."""
+        """Returns: every host can start programs so."""
 
     @asynccontextmanager
     async def start(self, request: Request) -> AsyncIterator[Program]:
-        """As `Launcher.start`."""
+        """Starts a program in a directory of its own."""
         directory = Path(tempfile.mkdtemp(prefix="forge-rollout-"))
         settings = (self._limits.memory_bytes, self._limits.processes, os.getpid())
         places = {"TMPDIR": str(directory), "FORGE_ANSWER": str(directory / ANSWER)}

@@ -29,10 +29,10 @@ class Limits:
     """Limits of one program; 0: no limit. The rollout limits its time."""
 
     memory_bytes: int
-    """Private writable memory of each of its processes (RLIMIT_DATA); of all together in a
+    """Private writable memory of each process of the program (RLIMIT_DATA); of all together in a
     container and in a delegated control group."""
     processes: int
-    """Its processes and threads; without a container or a control group those of the user."""
+    """Processes and threads of the program; of its user without a container or a control group."""
     tmp_bytes: int = 1 << 30
     """Size of its /tmp, and of its /dev/shm. Not on the host."""
 

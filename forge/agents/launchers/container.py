@@ -81,7 +81,7 @@ class ContainerLauncher:
             self._engine[0] = str(_absolute(self._engine[0]))
 
     async def check(self) -> None:
-        """As `Launcher.check`."""
+        """Raises `ConfigError` if the engine does not answer, or the image is absent."""
         await self._ask("ps", "--quiet", failure="container_engine")
         if self._settings.image and self._settings.pull == "never":
             await self._ask("image", "inspect", self._settings.image, failure="container_image")

@@ -50,14 +50,14 @@ class SandboxLauncher:
         self._home = str(Path(home).absolute()) if home else ""
 
     async def check(self) -> None:
-        """As `Launcher.check`."""
+        """Raises `ConfigError` if this host has no sandbox."""
         self._sandbox = await self._sandbox.fitted()
         if problem := await self._sandbox.problem():
             raise ConfigError(f"no sandbox for commands: {problem}; {REMEDY}")
 
     @asynccontextmanager
     async def start(self, request: Request) -> AsyncIterator[Program]:
-        """As `Launcher.start`."""
+        """Starts a program in the sandbox. Raises `OSError` and `RuntimeError`."""
         async with AsyncExitStack() as stack:
             handover = stack.enter_context(Handover())
             limits = self._limits

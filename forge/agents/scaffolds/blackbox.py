@@ -31,7 +31,7 @@ class BlackBox:
         self._models: dict[str, str] = {}
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
-        """As `Scaffold.run`."""
+        """Runs one attempt through OpenAI's client; returns its transcript."""
         client = self._base.with_options(
             base_url=f"{rollout.gateway.http_url}/v1", api_key=rollout.session_token
         )

@@ -93,7 +93,7 @@ class Command:
         )
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
-        """As `Scaffold.run`."""
+        """Runs one attempt as a program; returns its transcript."""
         prompt = _prompt(episode)
         fields = {"prompt": prompt, "task_id": rollout.task_id, "domain": rollout.domain}
         words = [_PLACEHOLDER.sub(lambda match: fields[match[1]], word) for word in self._words]
@@ -110,7 +110,7 @@ class Command:
         return Transcript(answer=answer, turns=(await session.open()).turns)
 
     async def check(self) -> None:
-        """As `CheckedScaffold.check`."""
+        """Raises `ConfigError` if this host cannot start the command."""
         await self._launcher.check()
 
     async def close(self) -> None:

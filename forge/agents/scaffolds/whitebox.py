@@ -30,7 +30,7 @@ class WhiteBox:
         self._timeout_s = timeout_s
 
     async def run(self, rollout: Rollout, episode: Episode) -> Transcript:
-        """As `Scaffold.run`."""
+        """Runs one attempt through the gateway's session API; returns its transcript."""
         session = AgentSession(
             rollout.gateway.channel,
             rollout.session_token,

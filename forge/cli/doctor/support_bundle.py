@@ -94,7 +94,7 @@ class Bundle:
             self.lack(name, error)
 
     async def await_part(self, name: str, part: Awaitable[str]) -> None:
-        """As `collect`, within the time limit of a part."""
+        """Collects a part, as `collect` does, within the time limit of a part."""
         try:
             async with asyncio.timeout(LIMIT_S):
                 self.add(name, await part)

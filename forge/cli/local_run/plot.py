@@ -41,9 +41,9 @@ class Panel:
     title: str
     value: Callable[[Step], float]
     of_domain: str = ""
-    """Its name in a domain's metrics; "" if only complete steps have it."""
+    """The value's name in a domain's metrics; "" if only complete steps have it."""
     of_evaluation: str = ""
-    """Its name in evaluations and their domains; "" if evaluations lack it."""
+    """The value's name in evaluations and their domains; "" if evaluations lack it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

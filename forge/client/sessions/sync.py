@@ -105,7 +105,7 @@ class SyncAgentSession(SessionClient):
         self._unary(self._stub.Annotate, request, self._grading)
 
     def close(self, *rewards: common_pb2.RewardEvent, **options: Unpack[CloseOptions]) -> int:
-        """As `AgentSession.close`."""
+        """Closes the session, as `AgentSession.close` does."""
         request = gateway_pb2.CloseSessionRequest(rewards=rewards, **options)
         response = self._unary(self._stub.CloseSession, request, self._grading)
         self._closed = True

@@ -208,7 +208,7 @@ class GroupLedger:
             self.selection.taken(groups)
 
     def start(self, group: Group, now_s: float) -> None:
-        """Its first rollout is leased."""
+        """Records that the first rollout of the group is leased."""
         self.move(group, Phase.RUNNING)
         if not group.spec.evaluation:
             self.selection.started(group, now_s)

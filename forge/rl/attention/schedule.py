@@ -63,7 +63,7 @@ class Sight:
     places_N: Tensor
     """Layout indices of the queries."""
     places_M: Tensor
-    """Those of the keys."""
+    """Layout indices of the keys."""
     ends_M: Tensor
     """Ends of the keys' subtrees."""
     firsts_N: Tensor | None = None

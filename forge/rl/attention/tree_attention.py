@@ -52,7 +52,7 @@ class Prefix(Protocol):
 
     @property
     def states(self) -> PrefixStates | None:
-        """Those of recurrent layers; None for a model without such layers."""
+        """States of recurrent layers; None for a model without such layers."""
         ...
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """One optimizer step on a batch of samples, and the state that a checkpoint needs to repeat it.
 
-Owns gradient accumulation, several epochs over a batch, the guard against a step that is not
+Owns gradient accumulation, several update passes over a batch, the guard against a step that is not
 finite, retries after a shortage of memory, and the optimizer. Settings are in `forge.rl.config`,
 objectives in `forge.rl.losses`; batches and published weights belong to the trainer service.
 """
@@ -241,7 +241,7 @@ class Learner:
             if part.failed:
                 return part.failed
             parts.append(part)
-        for _ in range(1, self.config.epochs):
+        for _ in range(1, self.config.passes_per_batch):
             for part in parts:
                 again = partial(self.accumulate, part.plan, frozen=part.frozen)
                 found, shortage = self.budget.attempt(partial(again, weight_version=weight_version))
@@ -259,7 +259,7 @@ class Learner:
     ) -> tuple[float, list[TokenStats]]:
         """The loss over the whole batch; its gradient is on the parameters.
 
-        `frozen` is filled in the first epoch and used in the later ones.
+        `frozen` is filled in the first update pass and used in the later ones.
         """
         self._optimizer.zero_grad()
         with self._served.in_place() if self._served else nullcontext():

@@ -28,7 +28,7 @@ from forge.rl.tree.batch import TreeBatch, idle_tree
 
 @dataclass(slots=True, kw_only=True)
 class Frozen:
-    """Log-probs of a tree that stay fixed over the epochs of a batch."""
+    """Log-probs of a tree that stay fixed over the update passes of a batch."""
 
     old: Tensor
     reference: Tensor | None

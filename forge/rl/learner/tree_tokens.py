@@ -153,7 +153,8 @@ class TreeTokens:
     def _freeze(
         self, tree: TreeBatch, passes: int, logprobs_T: Tensor, values_T: Tensor | None
     ) -> Frozen:
-        """Log-probs of the first epoch, before any update: `recomputed` needs no extra forward."""
+        """Log-probs of the first update pass, before any update: `recomputed` needs no extra
+        forward."""
         recomputed = self.objective.config.old_logprobs == "recomputed"
         reference_T = self._of(self.reference, tree, passes)
         teacher_T = self._of(self.teacher, tree, passes)

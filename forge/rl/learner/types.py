@@ -40,7 +40,7 @@ class StepResult:
     mtp: MtpStats = MtpStats()  # noqa: RUF009
     """Statistics of the draft heads before the first update."""
     updates: int = 0
-    """Updates of the weights: mini-batches times passes, unless cut short."""
+    """Updates of the weights: mini-batches times update passes, unless cut short."""
     cut_short: str = ""
     """Reason why later updates of the batch were left out; "" when none was."""
     memory_retries: int = 0

@@ -74,13 +74,13 @@ class Relay:
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}
 
     def values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """[1, K, N, D] each, of the type of `key` and `value`."""
+        """Keys and values of a layer, [1, K, N, D] each, of the type of `key` and `value`."""
         if layer not in self._values:
             self._values[layer] = (self._blank(key, key.dtype), self._blank(value, value.dtype))
         return self._values[layer]
 
     def grads(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Their gradients, in fp32 or wider: many parts add to them."""
+        """Gradients of `values`, in fp32 or wider: many parts add to them."""
         if layer not in self._grads:
             wide = torch.promote_types(key.dtype, torch.float32)
             self._grads[layer] = (self._blank(key, wide), self._blank(value, wide))
@@ -98,7 +98,7 @@ class RelayPrefix:
     relay: Relay
     slots: Slots
     states: RelayedStates
-    """Those of recurrent layers."""
+    """States of recurrent layers."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values for later parts; returns them with the prefix before them."""

@@ -86,7 +86,7 @@ class TreePart:
     """Float; weight of each token in sums over tokens of samples."""
     schedule: AttentionSchedule
     head: HeadRows
-    """Its rows, indexed within the part."""
+    """The part's rows, indexed within it."""
     edges_E: Tensor
     """Indices of its edges in the tree."""
     places_L: Tensor

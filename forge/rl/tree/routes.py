@@ -34,7 +34,7 @@ class TreeRoutes:
     """Tokens whose experts are replayed; the model chooses those of others."""
 
     def at(self, places_L: Tensor | slice) -> TreeRoutes:
-        """Those of the tokens at these places."""
+        """Routes of the tokens at these places."""
         return TreeRoutes(ids_LMK=self.ids_LMK[places_L], known_L=self.known_L[places_L])
 
 

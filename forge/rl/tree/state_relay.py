@@ -46,7 +46,7 @@ class RelayedStates:
     start: int
     """Layout index of its first own token."""
     wanted: frozenset[int]
-    """Its own tokens, in its layout with the prefix, whose states other parts begin with."""
+    """Own tokens, in the part's layout with the prefix, whose states other parts need to begin."""
 
     def enter(self, layer: int, hidden_LC: Tensor) -> Tensor:
         """The input as it is: earlier parts have stored their states."""

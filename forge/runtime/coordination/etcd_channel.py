@@ -70,7 +70,7 @@ class EtcdChannel(RenewableChannel):
         self._following = asyncio.create_task(self._follow())
 
     async def close(self, grace: float | None = None) -> None:
-        """As `grpc.aio.Channel`."""
+        """Stop following members, and close the channel."""
         await cancel_and_wait(self._following)
         await super().close(grace)
 

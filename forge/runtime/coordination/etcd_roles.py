@@ -26,7 +26,7 @@ class EtcdRole:
 
     reads: tuple[str, ...] = _SHARED
     writes: tuple[str, ...] = ()
-    """It reads these too."""
+    """Keys that the role writes and reads."""
 
 
 ROLES: Mapping[str, EtcdRole] = {

@@ -49,7 +49,7 @@ def _shared(config: ServiceConfig) -> Iterator[Callable[[], object]]:
 
 
 def _check_security(config: ServiceConfig) -> None:
-    """As the start of a service does, before it connects."""
+    """Read the TLS files and tokens as a service does at its start, before it connects."""
     tls = Tls(
         cert=config.tls_cert,
         key=config.tls_key,

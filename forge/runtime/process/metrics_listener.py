@@ -89,7 +89,7 @@ class _Listener(ThreadingMixIn, WSGIServer):
             self._ended(request)
 
     def _end_oldest(self) -> None:
-        """Its thread reads the end of the connection and ends."""
+        """Shut the oldest connection down: its thread reads the end of it and ends."""
         with self._lock, suppress(OSError):
             # Not the method of a TLS socket, which its own thread uses.
             socket.socket.shutdown(next(iter(self._open)), socket.SHUT_RDWR)

@@ -93,7 +93,7 @@ class _AuthorizedChannel(RenewableChannel):
         self._security = security
 
     def multicallable(self, kind: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As in the base class, with the token."""
+        """Return the multicallable of the base class, which adds the token to each call."""
         security, audience = self._security, audience_of(method)
         call = super().multicallable(kind, method, *args, **kwargs)
         # A stream of requests may be kept for many callers: each request has its own context.

@@ -213,7 +213,7 @@ class ServedStream(ABC):
             task.add_done_callback(lambda _: self._more.set())
 
     def _abandon(self, call: int) -> None:
-        """Its caller has left: it gets no end."""
+        """Forget a call whose caller has left; it gets no end."""
         self.forget(call)
         self.on_code("CANCELLED", None)
 

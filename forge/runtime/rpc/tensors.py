@@ -75,7 +75,7 @@ class SliceAssembler:
         return self.add_data(piece, data, max_bytes=max_bytes)
 
     def add_data(self, piece: TensorSlice, data: bytes, *, max_bytes: int) -> NamedTensor | None:
-        """As `add`, for verified `data` of the slice."""
+        """Add verified `data` of a slice; returns and raises what `add` does."""
         if piece.offset_bytes == self.pending_bytes == 0:
             if piece.whole_bytes > max_bytes:
                 raise DataLoss(

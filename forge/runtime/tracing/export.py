@@ -105,7 +105,7 @@ class Exporting:
         start_unix_s: float | None,
         identity: str,
     ) -> Span:
-        """As `forge.runtime.tracing.Backend.start`."""
+        """Start a span of the exporter's tracer."""
         above = _context(parent)
         token = _identity.set(read_traceparent(identity))
         try:

@@ -44,9 +44,9 @@ class HeldWeights:
     tensors: Sequence[NamedTensor]
     """In the manifest's order."""
     manifest: bytes = b""
-    """As encoded by its trainer; b"" by a trainer of an earlier release."""
+    """The manifest as encoded by its trainer; b"" by a trainer of an earlier release."""
     deltas: TensorDeltas = TensorDeltas()
-    """As they arrived."""
+    """The deltas as they arrived."""
     segment: range | None = None
     """Numbers of the tensors in the manifest if these are a segment of it; None: all."""
 

@@ -43,7 +43,7 @@ class Unfinished:
 
     path: Path
     complete: Path
-    """Its path at the end."""
+    """Path of the complete file."""
     opened: int
     """Descriptor with the lock."""
     size_bytes: int

@@ -145,13 +145,14 @@ class HttpServer:
         return app
 
     def _data(self, right: Right, read: Read) -> Handler:
-        """A route of data: right, limit of requests in work, deadline, JSON."""
+        """Returns a handler of data: right, limit of requests being handled, deadline, JSON."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             self._access.claims(request, right)
             if self._busy >= self._config.http.max_requests:
                 raise ResourceExhausted(
-                    f"{self._busy} requests are in work (http.max_requests)", retry_after_s=1.0
+                    f"{self._busy} requests are being handled (http.max_requests)",
+                    retry_after_s=1.0,
                 )
             self._busy += 1
             try:
@@ -213,7 +214,7 @@ class HttpServer:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         names = [name for name in request.query.get("topics", "").split(",") if name]
         if not names or not {*names} <= TOPIC_RIGHTS.keys():
-            raise InvalidArgument(f"topics must be of {', '.join(TOPIC_RIGHTS)}")
+            raise InvalidArgument(f"topics must be among {', '.join(TOPIC_RIGHTS)}")
 
         def check() -> None:
             for name in names:
@@ -238,7 +239,7 @@ class HttpServer:
     async def _login(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != "application/json":
             # No form of another site has this type.
-            raise InvalidArgument("the token is sent as JSON")
+            raise InvalidArgument("send the token as JSON")
         body = await request.read()
         try:
             token = msgspec.json.decode(body, type=dict[str, str])["token"].strip()

@@ -157,7 +157,7 @@ class CommitActor(Actor):
                 if record.state == common_pb2.GROUP_STATE_TRAINED and record.step > step:
                     groups.append(stored_group(response, counted=True))
         if shards:
-            log.info("groups_recalled", step=step, groups=len(groups))
+            log.info("rewind_groups_restored", step=step, groups=len(groups))
             await self._queue.ask(RecallGroups(groups=groups, step=step), timeout_s=ASK_S)
 
     async def _rewind(self, step: int) -> int:

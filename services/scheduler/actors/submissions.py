@@ -25,7 +25,7 @@ from services.scheduler.validation import digest_of
 ASK_S = 10.0
 RETRY_S = 5.0
 MAX_UNSETTLED = 65_536
-"""Most groups whose write ended in doubt."""
+"""Maximum number of groups with an unconfirmed write."""
 
 
 class SubmissionActor(Actor):

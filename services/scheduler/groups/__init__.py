@@ -1,1 +1,1 @@
-"""Groups in answers: with their trajectories, by tag, and those that only the pool has."""
+"""Reads groups for responses, from memory and from the pool."""

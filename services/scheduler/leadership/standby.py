@@ -261,8 +261,8 @@ class ShardCopies:
         return len(self._copies[shard].groups)
 
     def hand_over(self, names: Iterable[str]) -> RegisteredGroups:
-        """The groups of some shards, in queue order. Removes the copies, because a term changes the
-        groups. The last refresh of each shard had `count`."""
+        """Removes and returns the groups of some shards, in queue order; the last refresh of each
+        shard must have been with `count`."""
         groups: list[StoredGroup] = []
         beyond: list[LeftOut] = []
         unbounded: list[str] = []

@@ -152,7 +152,9 @@ class Term:
     async def declare_lost(self, shard: str) -> None:
         """Declare a shard lost that the term waits for. Raises Unavailable."""
         if shard not in self._awaited:
-            raise Unavailable(f"this scheduler has not begun its term, and does not await {shard}")
+            raise Unavailable(
+                f"the term has not begun, and it does not wait for pool shard {shard}"
+            )
         stored, _ = await read_record(self._coordinator, shard)
         await mark_gone(
             self._coordinator,
@@ -335,7 +337,8 @@ class Term:
         members.unread -= joined
 
     async def _rise_above(self, joined: frozenset[str]) -> None:
-        """They may know a later leader than etcd. Raises Unavailable."""
+        """Raises the fence above those of joined shards, which may know a later leader than etcd.
+        Raises Unavailable."""
         floors = await self._shards.floors(joined)
         if floors.term > self._number:
             log.error("term_is_older_than_pool", term=self._number, pool_term=floors.term)

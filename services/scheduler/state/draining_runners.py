@@ -55,7 +55,7 @@ class DrainingRunners:
         """By runner id; a drained process may have ended."""
 
     def holds(self, runner_id: str, start_id: str) -> bool:
-        """Whether the process gets no lease."""
+        """True if this process of the runner gets no leases."""
         return self.start_ids.get(runner_id) == start_id
 
 

@@ -61,7 +61,8 @@ class SettledGroups:
         return (task_id for task_id in task_ids if task_id in self._ledger)
 
     def tagged(self, tag: str) -> Tagged:
-        """Tasks of a tag, or all tasks without a tag, and the shards that may have more."""
+        """Returns the tasks of a tag, all tasks if `tag` is empty, and the shards that may have
+        more."""
         return Tagged(task_ids=self._catalog.tagged(tag), shards=self._ledger.forgotten_shards)
 
     def recall(self, groups: Iterable[StoredGroup], *, after: int) -> None:

@@ -37,7 +37,7 @@ class StoredGroup(NamedTuple):
     place: int
     """Order of restoring, over both purposes."""
     entry: Entry
-    """Its entry in the catalog."""
+    """The group's entry in the catalog."""
     tag: str
     outcomes: Sequence[float]
     """Two numbers for each rollout that counts as progress, the newest first: Unix time of its seal

@@ -84,7 +84,7 @@ class Catalog:
                 del self._tags[tag]
 
     def tagged(self, tag: str) -> Sequence[str]:
-        """Task ids in the order of `enter`; every task without a tag."""
+        """Returns task ids in the order of `enter`; those of all tasks if `tag` is empty."""
         return tuple(self._tags.get(tag, ()) if tag else self._entries)
 
     def record(self, group: Group) -> common_pb2.GroupRecord:

@@ -223,7 +223,7 @@ class TermState:
     def renew(
         self, lease_ids: Iterable[str], *, now_s: float, runner_id: str = ""
     ) -> tuple[str, ...]:
-        """The ids of lost leases."""
+        """Renews leases; returns the ids of lost ones."""
         rollouts = self.queue.rollouts
         renew = rollouts.renew_unread if self._unread else rollouts.renew
         ids = tuple(lease_ids)

@@ -224,7 +224,7 @@ class Training(Actor):
         )
         for claim in batch.claims:
             await self._source.tombstone(claim, f"step {step} skipped: {result.skipped}")
-        step_metrics.warn_of_barren_domains(batch.samples, batch.claim.batch_id, step)
+        step_metrics.warn_of_untrained_domains(batch.samples, batch.claim.batch_id, step)
         metrics.show_skipped(batch.samples)
         self._consistent = True
         self._skipped += 1
@@ -257,7 +257,7 @@ class Training(Actor):
             earlier=self._record.steps,
         )
         self._warn(result, step, batch.claim.batch_id)
-        step_metrics.warn_of_barren_domains(batch.samples, batch.claim.batch_id, step)
+        step_metrics.warn_of_untrained_domains(batch.samples, batch.claim.batch_id, step)
         self._record.append(done)
         if batch.rollouts and step % self._config.logged_rollouts_every_steps == 0:
             self._record.show_rollouts(batch.rollouts)

@@ -19,9 +19,9 @@ class RankSegment(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a version that one rank above 0 holds."""
 
     entries: tuple[TensorEntry, ...]
-    """Its tensors in the manifest's order."""
+    """The segment's tensors in the manifest's order."""
     source: str
-    """Its address, host:port."""
+    """Address of the rank, host:port."""
     place: str
     """Name of the shared memory that it sees."""
 
@@ -36,10 +36,10 @@ class OtherRanks(Protocol):
         """Return the segments of the copy with this number, in order, once they are copied."""
 
     async def serve(self, number: int, version: int) -> None:
-        """Let the ranks send the copy with this number as a version."""
+        """Tells the ranks to send the copy with this number as a version."""
 
     async def keep(self, versions: Collection[int]) -> None:
-        """Let the ranks drop all other versions."""
+        """Tells the ranks to drop all other versions."""
 
     async def write(self, version: int, path: Path, *, aligned_bytes: int, mapped: bool) -> None:
         """Let each rank write its segment of a version into the file of all tensors at `path`,

@@ -19,11 +19,11 @@ class PublishedVersion:
     announcement: WeightAnnouncement
     published_unix_s: float
     on_disk: bool = False
-    """Its data is in a file, which survives the process."""
+    """The data is in a file, which survives the process."""
 
     @property
     def weight_version(self) -> int:
-        """Its number."""
+        """The version's number."""
         return self.announcement.weight_version
 
 
@@ -88,7 +88,7 @@ class PublishedVersions:
         self._weights[version] = weights
 
     def announced(self, one: PublishedVersion) -> None:
-        """A version was announced; the oldest ones beyond the limit go."""
+        """Records an announced version; drops the oldest beyond the limit."""
         self._published[one.weight_version] = one
         self._prune()
 

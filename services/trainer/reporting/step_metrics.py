@@ -163,9 +163,9 @@ def _time_metrics(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> pb.Ste
     )
 
 
-def warn_of_barren_domains(batch: BatchSamples, batch_id: str, step: int) -> None:
+def warn_of_untrained_domains(batch: BatchSamples, batch_id: str, step: int) -> None:
     """Log a warning for each domain without a trained turn."""
-    for domain in batch.barren_domains:
+    for domain in batch.untrained_domains:
         log.warning(
             "domain_not_trained",
             step=step,
@@ -232,7 +232,7 @@ class Yield(NamedTuple):
 
     @property
     def j(self) -> float:
-        """Their product."""
+        """The product of throughput and sample efficiency."""
         return self.tokens_per_s * self.gain
 
 

@@ -44,7 +44,7 @@ class RolloutFacts:
     sampled_tokens: int
     completion_s: float | None
     timed: bool
-    """It has a completion time, or the task reported a speed."""
+    """The rollout has a completion time, or the task reported a speed."""
     penalty: float
     rewards: tuple[tuple[str, float], ...]
     """Named rewards (`services.trainer.samples.reward_components`)."""

@@ -41,7 +41,7 @@ class BatchSamples:
     outcomes: Mapping[str, Sequence[float]]
     """Outcome reward of each trajectory, by domain."""
     outcomes_by_engine: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """The same by engine of inference (`services.trainer.samples.engines`)."""
+    """Outcome rewards by engine (`services.trainer.samples.engines`)."""
     outcomes_by_version: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """Outcome reward of each trajectory that one weight version alone sampled, by that version."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class BatchSamples:
     """Turns by the effect of top_k and top_p; those with a missing share are left out."""
     left_out: Mapping[tuple[str, LeftOut], int] = field(default_factory=dict)
     """Turns without a sample, by domain and reason."""
-    barren_domains: tuple[str, ...] = ()
+    untrained_domains: tuple[str, ...] = ()
     """Domains whose turns were all left out."""
     refill_groups: int = 0
     """Groups that were leased in place of flat ones."""
@@ -123,7 +123,7 @@ class _TurnCounts:
                 self.sizes.append(SampleSize(len(self.places), group, tokens))
                 self.places.append(place)
 
-    def barren_domains(self) -> tuple[str, ...]:
+    def untrained_domains(self) -> tuple[str, ...]:
         """Domains whose turns were all left out."""
         return tuple(sorted({domain for domain, _ in self.left_out} - self.trained))
 
@@ -208,6 +208,6 @@ def _batch(
         untimed=sum(not one.timed for one in everyone),
         cuts=turns.cuts,
         left_out=turns.left_out,
-        barren_domains=turns.barren_domains(),
+        untrained_domains=turns.untrained_domains(),
         overlong_penalty=fmean([one.penalty for one in everyone]) if everyone else 0.0,
     )

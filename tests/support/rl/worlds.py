@@ -195,13 +195,13 @@ def by_sequence_error(world: World) -> float:
 
 STEPS = {
     "clipped": LearnerConfig(),
-    "warm epochs": LearnerConfig(
-        epochs=2, objective=ObjectiveConfig(algorithm="grpo", old_logprobs="recomputed")
+    "warm update passes": LearnerConfig(
+        passes_per_batch=2, objective=ObjectiveConfig(algorithm="grpo", old_logprobs="recomputed")
     ),
     "penalty": LearnerConfig(objective=ObjectiveConfig(kl_coef=0.3, kl_estimator="k3")),
     "critic": LearnerConfig(objective=ObjectiveConfig(algorithm="ppo")),
     "ratios of trajectories": LearnerConfig(
-        epochs=2, objective=ObjectiveConfig(algorithm="gspo", ratio_level="trajectory")
+        passes_per_batch=2, objective=ObjectiveConfig(algorithm="gspo", ratio_level="trajectory")
     ),
     "entropy bonus": LearnerConfig(
         objective=ObjectiveConfig(algorithm="ppo", normalization="trajectory", entropy_coef=0.3)

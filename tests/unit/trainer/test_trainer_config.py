@@ -31,7 +31,7 @@ def test_default_algorithm_is_cispo_with_the_group_mean() -> None:
     config = configured()
     assert (config.objective, config.correction) == (ObjectiveConfig(), Correction())
     assert config.credit_rules().advantages == AdvantageRules()
-    assert config.learner().epochs == 1
+    assert config.learner().passes_per_batch == 1
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)

@@ -35,7 +35,7 @@ class CheckedHost:
 
     @property
     def problems(self) -> list[Finding]:
-        """Its differences."""
+        """The findings that are not ok."""
         return [one for one in self.findings if not one.ok]
 
 

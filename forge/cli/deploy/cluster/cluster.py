@@ -68,7 +68,7 @@ class Cluster:
 
     def on_hosts(self, do: Callable[[str], Result]) -> dict[str, Result]:
         """Call a function for each host, for several at once; return the results in their order.
-        Raises what the first one raises, once those that have begun have ended."""
+        Raises the first error after all begun calls have ended."""
         with ThreadPoolExecutor(max_workers=_HOSTS_AT_ONCE) as threads:
             return dict(zip(self.manifests, threads.map(do, self.manifests), strict=True))
 

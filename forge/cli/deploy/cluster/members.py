@@ -23,7 +23,7 @@ STATE = (
 )
 """Prints what a host has: data of a member, a prepared start, that of a new cluster."""
 ETCDCTL = 'ETCDCTL_USER="root:$(cat /etc/forge/etcd-users/root)" exec etcdctl "$@"'
-"""Its password is in no list of processes."""
+"""Runs etcdctl as root; no list of processes shows the password."""
 _ENDS_BY_ITSELF = (
     *("unhealthy cluster", "in sync with leader", "context deadline exceeded"),
     *("request timed out", "leader changed", "no leader"),

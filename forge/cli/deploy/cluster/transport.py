@@ -30,7 +30,7 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Its last line, for people."""
+        """The last line of errors or output, for people."""
         text = self.errors.strip() or self.output.strip()
         return text.rpartition("\n")[2] or f"exit code {self.code}"
 
@@ -46,12 +46,12 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ssh:
-    """By the system's ssh client, with its configuration and keys."""
+    """Runs commands by the system's ssh client, with its configuration and keys."""
 
     login: str
 
     def run(self, words: Sequence[str], *, stdin: bytes = b"", limit_s: float = 60.0) -> Ended:
-        """As `Transport`."""
+        """Run a command on the host, to its end."""
         ended = _run([*_SSH, self.login, "--", shlex.join(words)], stdin, limit_s)
         if ended.code == _SSH_FAILED:
             reason = f"ssh {self.login}: {ended.reason}"
@@ -61,10 +61,10 @@ class Ssh:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """This computer."""
+    """Runs commands on this computer."""
 
     def run(self, words: Sequence[str], *, stdin: bytes = b"", limit_s: float = 60.0) -> Ended:
-        """As `Transport`."""
+        """Run a command on this computer, to its end."""
         return _run(words, stdin, limit_s)
 
 

@@ -27,7 +27,7 @@ class Change:
     """One content of a file."""
 
     unix_s: float
-    """Its time of modification; of a removal, the time at which it was found."""
+    """Time of the file's modification; of a removal, the time at which it was found."""
     digest: str
     """Empty: the file was removed."""
 

@@ -13,7 +13,7 @@ from forge.cli.finding import Finding
 INSTALL = "Install it again: forge deploy install"
 """Remedy of what `forge deploy install` writes."""
 LINK = "/opt/forge/.venv"
-"""It leads to the release in use."""
+"""The link to the release in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

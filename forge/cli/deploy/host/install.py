@@ -227,8 +227,8 @@ def lead_link(link: Path, release: str) -> None:
 
 
 def adopt(source: Path) -> None:
-    """Make a new copy the installed one, and keep that of before. Each state in between is finished
-    by a repetition: without DEPLOYED nothing is removed or stopped."""
+    """Replace the installed copy and keep the old one; safe to repeat: without DEPLOYED nothing is
+    removed or stopped."""
     if source == DEPLOYED:
         return
     if (source / MANIFEST).read_bytes() == _bytes(DEPLOYED / MANIFEST):

@@ -18,7 +18,7 @@ class Host:
     """One host."""
 
     name: str
-    """Its host name without the domain: ids of instances have it."""
+    """The host name without the domain: ids of instances have it."""
     address: str
     """IP address or DNS name at which all others reach it."""
     login: str
@@ -38,7 +38,7 @@ class Host:
 
     @property
     def units(self) -> list[str]:
-        """Its units, etcd first."""
+        """The host's units, etcd first."""
         etcd = ["forge-etcd.service"] if self.etcd else []
         return etcd + [one.unit for one in self.instances]
 

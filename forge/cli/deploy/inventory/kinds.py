@@ -154,7 +154,7 @@ class Instance:
 
     @property
     def number(self) -> int:
-        """Its number among those of its kind on the host; 1 for a named one."""
+        """The instance's number among those of its kind on the host; 1 for a named one."""
         digits = self.name.rpartition("-")[2]
         return int(digits) if digits.isdigit() and not KINDS[self.kind].is_named else 1
 
@@ -165,7 +165,7 @@ class Instance:
 
     @property
     def ports(self) -> dict[str, int]:
-        """Its fixed ports by purpose."""
+        """Fixed ports of the instance, by purpose."""
         if not self.serves:
             return {}
         ports = zip(("grpc", "metrics"), KINDS[self.kind].ports or (), strict=False)
@@ -173,7 +173,8 @@ class Instance:
         return found | ({"meeting": MEETING_PORT} if self.kind == RANKS else {})
 
     def instance_id(self, host: str) -> str:
-        """Its id in discovery, as its unit sets it; empty for a process that is not there."""
+        """The instance's id in discovery, as its unit sets it; empty for a process that is not
+        there."""
         kind = KINDS[self.kind]
         in_discovery = kind.in_discovery and self.serves
         return f"{kind.unit.split('-')[1]}-{host}-{self.name}" * in_discovery

@@ -129,7 +129,7 @@ def _numbers(name: str, text: str, first: int, last: int) -> Sequence[int]:
         if not first <= start <= end <= last or (match[2] and start == end):
             raise _WrongTime(f"the {name} {part!r} is not within {first}..{last}")
         if not step or (match[3] and start + step > end):
-            raise _WrongTime(f"the {name} {part!r} has a step that leads nowhere")
+            raise _WrongTime(f"the {name} {part!r} has a step that never matches")
         if match[2] or match[3]:
             found |= {*range(int(start), int(end) + 1, max(1, int(step)))}
         else:

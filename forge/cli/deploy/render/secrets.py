@@ -46,7 +46,7 @@ class _TokenKind:
     """None: that of the role."""
     audience: frozenset[str] | None = None
     renew_s: float = _DAY_S
-    """It is replaced once so much of its life is left."""
+    """Left life at which the token is replaced."""
 
 
 TOKENS = {

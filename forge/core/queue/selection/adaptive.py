@@ -121,12 +121,12 @@ class Adaptive(Selection):
                 self.gave_up(group)
 
     def started(self, group: Group, now_s: float) -> None:
-        """Its staleness and its duration count from now."""
+        """Counts the group's staleness and duration from now."""
         self._deadlines.started(group)
         self._started_s[group.spec.index] = now_s
 
     def completed(self, group: Group, now_s: float) -> None:
-        """Its kind is known now, and a batch may take it."""
+        """Notes the kind of a complete group, which a batch may take."""
         index = group.spec.index
         duration_s = now_s - self._started_s.pop(index, math.nan)
         if duration_s >= 0:
@@ -135,7 +135,7 @@ class Adaptive(Selection):
         self._list(group)
 
     def gave_up(self, group: Group) -> None:
-        """It has no kind: tombstoned, or settled under another leader."""
+        """Removes a group without a kind: tombstoned, or settled under another leader."""
         index = group.spec.index
         self._deadlines.gave_up(group)
         self._started_s.pop(index, None)

@@ -66,15 +66,15 @@ class Deadlines:
         return ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else 0.0
 
     def started(self, group: Group) -> None:
-        """Its deadline counts from this step."""
+        """Counts the group's deadline from this step."""
         self._open_since(group, self._step)
 
     def came_back(self, group: Group) -> None:
-        """It is complete and in no batch; due at once if its start is unknown."""
+        """Adds a complete group that is in no batch; due at once if its start is unknown."""
         self._open_since(group, -math.inf)
 
     def taken(self, group: Group) -> None:
-        """It is in a batch, or tombstoned."""
+        """Ends the deadline of a group that is in a batch, or tombstoned."""
         index = group.spec.index
         self._excused.discard(index)
         opened = self._open.get(self._since.get(index, math.nan))
@@ -84,7 +84,7 @@ class Deadlines:
                 del self._open[self._since[index]]
 
     def gave_up(self, group: Group) -> None:
-        """It has no deadline any more."""
+        """Forgets the group and its deadline."""
         self.taken(group)
         self._since.pop(group.spec.index, None)
         self._order.pop(group.spec.index, None)

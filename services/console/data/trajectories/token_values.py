@@ -1,7 +1,7 @@
 """Values of trained tokens beside the tokens of a turn's sequence: from the trainer's store.
 
-Owns the columns of the page and a short memory of the trainer's answers. The trainer's absence
-costs a page its colors alone: tokens are another request.
+Owns the columns of the page and a short memory of the trainer's answers. Without the trainer a page
+shows tokens without colors: tokens are another request.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ class Movable:
     """Pending groups of a pool shard in memory."""
 
     task_ids: Sequence[str]
-    """Those that may move now."""
+    """Groups that may move now."""
     busy: int
-    """Those with leases or in a batch; all of them while runners of an earlier term renew."""
+    """Groups with leases or in a batch; all groups while runners of an earlier term renew."""
     unknown: Sequence[str] = ()
     """The listed tasks that are not in memory."""
 
@@ -55,9 +55,9 @@ class OnShard:
     """The groups of a pool shard."""
 
     records: Sequence[common_pb2.GroupRecord]
-    """Those in memory, with their payloads while they are pending."""
+    """Groups in memory, with their payloads while they are pending."""
     forgotten: Mapping[tuple[bool, Phase], int]
-    """Settled ones that are not in memory, by (evaluation, phase)."""
+    """Settled groups that are not in memory, by (evaluation, phase)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

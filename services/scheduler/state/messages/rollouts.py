@@ -67,7 +67,7 @@ class Report:
     silent: bool = False
     """The lease expired without a report; the fields above are unset."""
     summary: common_pb2.TrajectorySummary | None = None
-    """Its record in the pool."""
+    """The trajectory's record in the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ class SetAway:
 
     shards: frozenset[str]
     unread: frozenset[str] = frozenset()
-    """Those that have not been read in this term."""
+    """Shards that have not been read in this term."""
     retiring: frozenset[str] = frozenset()
     """Shards whose groups move away: nothing is leased there."""
 

@@ -43,7 +43,7 @@ def test_login_is_needed_beyond_the_own_host(
 
 def test_host_with_a_path_is_refused() -> None:
     """It would never match."""
-    with pytest.raises(InvalidArgument, match=r"http\.hosts has 'https://forge'"):
+    with pytest.raises(InvalidArgument, match=r"http\.hosts: 'https://forge'"):
         ConsoleConfig(http=HttpSettings(hosts=("https://forge",))).validate()
 
 

@@ -77,7 +77,7 @@ def test_batch_that_never_fits_is_skipped_with_the_reason() -> None:
 
 def test_out_of_memory_in_a_later_pass_skips_the_rest() -> None:
     """The first update stays; the next batch is cut smaller."""
-    one = learner(32, epochs=3)
+    one = learner(32, passes_per_batch=3)
     with memory_for(one, 100) as sizes, pytest.MonkeyPatch.context() as patch:
         update = one._update
 

@@ -23,14 +23,14 @@ from tests.support.rl.models import make_sample, tiny_model
 
 def learner(
     *,
-    epochs: int = 1,
+    passes_per_batch: int = 1,
     reference: TreePolicy | None = None,
     correction: Correction | None = None,
     **objective: Any,
 ) -> Learner:
     config = LearnerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-2),
-        epochs=epochs,
+        passes_per_batch=passes_per_batch,
         objective=ObjectiveConfig(**objective),
         correction=correction or Correction(),
     )
@@ -65,7 +65,7 @@ def test_custom_loss_trains() -> None:
 
 def test_update_passes_report_the_metrics_of_the_first() -> None:
     """With recomputed log-probs the first pass has ratio 1, for any log-probs of the engine."""
-    one = learner(epochs=3, algorithm="ppo_clip", old_logprobs="recomputed")
+    one = learner(passes_per_batch=3, algorithm="ppo_clip", old_logprobs="recomputed")
     result = one.step(one.plan(rewarded()), weight_version=1)
     assert one.steps == 3
     assert result.loss == pytest.approx(-1.0)
@@ -80,7 +80,9 @@ def infinite_later(tokens: TrainedTokens) -> Tensor:
 
 def test_non_finite_later_pass_ends_the_batch() -> None:
     """The earlier updates stay, and the report differs from that of a skipped batch."""
-    one = learner(epochs=3, algorithm=f"{__name__}:infinite_later", old_logprobs="recomputed")
+    one = learner(
+        passes_per_batch=3, algorithm=f"{__name__}:infinite_later", old_logprobs="recomputed"
+    )
     result = one.step(one.plan(rewarded()), weight_version=1)
     assert one.steps == 1
     assert result.skipped == "" and "loss" in result.cut_short

@@ -46,10 +46,10 @@ def samples() -> list[Sample]:
     return made
 
 
-def learner(count: int = 1, *, epochs: int = 1, **objective: Any) -> Learner:
+def learner(count: int = 1, *, passes_per_batch: int = 1, **objective: Any) -> Learner:
     config = LearnerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-2),
-        epochs=epochs,
+        passes_per_batch=passes_per_batch,
         mini_batches=count,
         objective=ObjectiveConfig(**objective),
     )
@@ -88,7 +88,7 @@ def test_mini_batches_are_updates_on_parts_of_the_batch() -> None:
 
 def test_each_pass_goes_over_all_mini_batches() -> None:
     """In the same order."""
-    one, other = learner(2, epochs=2), learner()
+    one, other = learner(2, passes_per_batch=2), learner()
     result = one.step(one.plan(samples()), weight_version=1)
     for part in [*mini_batches(samples(), 2)] * 2:
         other.step(other.plan(part), weight_version=1)

@@ -20,7 +20,7 @@ CISPO = ObjectiveConfig(ratio_cap=CAP)
 
 
 @pytest.mark.parametrize(
-    ("kind", "budget", "family", "epochs", "mini_batches"),
+    ("kind", "budget", "family", "passes_per_batch", "mini_batches"),
     [
         ("forked", 1 << 30, "qwen3", 1, 1),
         ("compacted", 5, "qwen3", 1, 1),  # passes that relay keys and values
@@ -30,14 +30,17 @@ CISPO = ObjectiveConfig(ratio_cap=CAP)
     ],
 )
 def test_token_values_equal_the_models_own_forward(
-    kind: str, budget: int, family: str, epochs: int, mini_batches: int
+    kind: str, budget: int, family: str, passes_per_batch: int, mini_batches: int
 ) -> None:
     """Log-prob, ratio, entropy, advantage and clipping of each token, in each sample that shares
     it: whole trees, relayed passes, separate samples, several passes and mini-batches."""
     model = tiny_model(family, torch.float32)
     batch = numbered(forest(kind))
     config = LearnerConfig(
-        token_budget=budget, objective=CISPO, epochs=epochs, mini_batches=mini_batches
+        token_budget=budget,
+        objective=CISPO,
+        passes_per_batch=passes_per_batch,
+        mini_batches=mini_batches,
     )
     learner = Learner(TreePolicy(model), config)
     before = tiny_model(family, torch.float32)

@@ -82,20 +82,20 @@ def test_turn_without_recorded_cuts_is_trained_and_counted() -> None:
     assert dict(batch.cuts) == {"unknown": 2} and len(batch.samples) == 2
 
 
-def test_a_domain_of_greedy_turns_is_barren() -> None:
+def test_a_domain_of_greedy_turns_is_untrained() -> None:
     """Greedy turns have no distribution to train; a domain without other turns is reported."""
     batch = built([], temperature=0.0, top_p=0.5)
     assert (batch.samples, dict(batch.cuts)) == ((), {})
     assert dict(batch.left_out) == {("code", "greedy"): 2}
-    assert batch.barren_domains == ("code",)
+    assert batch.untrained_domains == ("code",)
 
 
-def test_a_domain_with_a_trained_turn_is_not_barren() -> None:
+def test_a_domain_with_a_trained_turn_is_not_untrained() -> None:
     """Turns of aborted answers are left out and counted beside it."""
     batch = built([], **WHOLE, later=[{"finish_reason": pb.FINISH_REASON_ABORTED}])
     assert len(batch.samples) == 2
     assert dict(batch.left_out) == {("code", "aborted"): 2}
-    assert batch.barren_domains == ()
+    assert batch.untrained_domains == ()
 
 
 def test_turn_of_an_engine_that_computes_no_shares_is_left_out() -> None:
