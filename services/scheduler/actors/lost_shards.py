@@ -21,6 +21,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.coordination.shard_record import LOST, mark_gone, read_record
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
+from services.scheduler.actors.delivery import ask_until_handled
 from services.scheduler.shards.pool_shards import Change, PoolShards
 from services.scheduler.shards.shard_membership import ShardMembership
 from services.scheduler.state.messages.groups import DropGroups
@@ -82,7 +83,8 @@ class LostShards:
         )
         await self._record.remove_shards({shard})
         self._membership.remove(shard)
-        await self._ask(RemoveShard(shard=shard))
+        # A repeated command finds the shard gone, and does not send this again.
+        await ask_until_handled(self._queue, RemoveShard(shard=shard))
         settled = len(found.records) - len(pending) + sum(found.forgotten.values())
         log.warning("pool_shard_lost", pool_shard=shard, tombstoned=tombstoned, settled=settled)
         return scheduler_pb2.DeclareShardLostResponse(tombstoned=tombstoned, settled=settled)

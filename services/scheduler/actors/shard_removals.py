@@ -8,12 +8,11 @@ neither commits nor leases wait for a copy.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from forge.core.errors import FailedPrecondition, ForgeError, NotFound, Unavailable
+from forge.core.errors import ActorStopped, FailedPrecondition, ForgeError, NotFound, Unavailable
 from forge.core.placement.sharding import choose_shard
 from forge.core.queue.groups import Phase
 from forge.runtime.actors.actor import Actor
@@ -23,6 +22,7 @@ from forge.runtime.coordination.shard_record import RETIRED, mark_gone, read_rec
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 from services.scheduler import metrics
+from services.scheduler.actors.delivery import ask_until_handled
 from services.scheduler.actors.lost_shards import LostShards
 from services.scheduler.shards.group_moves import GroupMoves, chunks_by_target
 from services.scheduler.shards.pool_shards import PoolShards
@@ -41,7 +41,6 @@ from services.scheduler.term_record import Move, OwnRecord
 ASK_S = 30.0
 PAUSE_S = 0.5
 """Between two looks at groups that cannot move yet."""
-RETRY_S = 1.0
 MOST_PENDING = 65_536
 """Pending groups found in one look, which walks over all groups in memory."""
 MOST_SETTLED = 1000
@@ -157,6 +156,13 @@ class ShardRemovals(Actor):
             self._retiring = asyncio.create_task(self._run(), name="retirement")
 
     async def _run(self) -> None:
+        try:
+            await self._retire_all()
+        except ActorStopped as error:
+            # The term has ended; the next leader continues.
+            log.info("retirement_stopped", error=str(error))
+
+    async def _retire_all(self) -> None:
         while self._membership.retiring or self._open is not None:
             if not self._membership.retiring:
                 await self._end_open()
@@ -164,6 +170,8 @@ class ShardRemovals(Actor):
                 try:
                     async with self._moving:
                         rests = await self._step(shard)
+                except ActorStopped:
+                    raise
                 except ForgeError as error:
                     log.warning("retirement_waits", pool_shard=shard, error=str(error))
                     self._report(shard, waits_for=str(error))
@@ -176,6 +184,8 @@ class ShardRemovals(Actor):
         try:
             async with self._moving:
                 await self._complete_open()
+        except ActorStopped:
+            raise
         except ForgeError as error:
             log.warning("move_waits", error=str(error))
             await asyncio.sleep(PAUSE_S)
@@ -230,7 +240,8 @@ class ShardRemovals(Actor):
             if shard not in self._membership.retiring:
                 return
             # Look-ups ask the target from now on.
-            await self._told(GroupsMoved(moved={}, source=shard, target=target))
+            redirect = GroupsMoved(moved={}, source=shard, target=target)
+            await ask_until_handled(self._queue, redirect)
             move = Move(source=shard, target=target, task_ids=task_ids)
             await self._moves.begin(move)
             self._open = move, groups
@@ -249,8 +260,10 @@ class ShardRemovals(Actor):
             return 0
         moved = await self._moves.complete(move)
         self._shards.relocate([each for each in moved if groups[each] is None], move.target)
-        told = {each: groups[each] for each in moved}
-        await self._told(GroupsMoved(moved=told, source=move.source, target=move.target))
+        relocated = GroupsMoved(
+            moved={each: groups[each] for each in moved}, source=move.source, target=move.target
+        )
+        await ask_until_handled(self._queue, relocated)
         self._open = None
         metrics.MOVED_GROUPS.inc(len(moved))
         return len(moved)
@@ -268,7 +281,7 @@ class ShardRemovals(Actor):
             )
         await self._record.remove_shards({shard})
         self._membership.remove(shard)
-        await self._told(RemoveShard(shard=shard))
+        await ask_until_handled(self._queue, RemoveShard(shard=shard))
         metrics.GROUPS_TO_MOVE.set(0)
         log.info("pool_shard_retired", pool_shard=shard)
 
@@ -288,14 +301,6 @@ class ShardRemovals(Actor):
 
     async def _ask(self, message: Any) -> Any:
         return await self._queue.ask(message, timeout_s=ASK_S)
-
-    async def _told(self, message: Any) -> None:
-        """Repeats a message to the queue until it is handled: the pool has the change already."""
-        while True:
-            with contextlib.suppress(Unavailable):
-                await self._ask(message)
-                return
-            await asyncio.sleep(RETRY_S)
 
 
 def _settled(group: pool_pb2.ListGroupsToMoveResponse.Group) -> tuple[bool, Phase]:

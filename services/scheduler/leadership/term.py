@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.queue.generation_queue import GenerationQueue
@@ -27,6 +26,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
 from services.scheduler.actors.commits import CommitActor
+from services.scheduler.actors.delivery import ask_until_handled
 from services.scheduler.actors.expired_leases import ExpiredLeaseActor
 from services.scheduler.actors.lost_shards import parse_count_key
 from services.scheduler.actors.outcome_writer import OutcomeWriter
@@ -331,7 +331,7 @@ class Term:
             common_pb2.PURPOSE_TRAIN: next_index,
             common_pb2.PURPOSE_EVAL: next_eval_index,
         }
-        await _until_taken(leader.submissions, ReserveIndices(next_index=indices))
+        await ask_until_handled(leader.submissions, ReserveIndices(next_index=indices))
         members = self._members
         members.registered |= joined
         members.unread -= joined
@@ -346,7 +346,7 @@ class Term:
         await self._leadership.raise_above(floors.fence)
 
     async def _restore(self, leader: LeaderContext, part: RestoreGroups) -> None:
-        await _until_taken(leader.queue, replace(part, number=self._restored))
+        await ask_until_handled(leader.queue, replace(part, number=self._restored))
         self._restored += 1
 
     def _follow_erasures(self, leader: LeaderContext) -> asyncio.Task[None]:
@@ -380,15 +380,3 @@ class Term:
             status = await self._leader.queue.ask(GetStatus(), timeout_s=RETRY_S)
             if status.running_rollouts == 0:
                 await self._record().amend(claims=False)
-
-
-async def _until_taken(actor: ActorRef, message: Any) -> None:
-    """Repeats a message until it is answered, so that a shard is read once."""
-    while True:
-        try:
-            await actor.ask(message, timeout_s=ASK_S)
-        except ForgeError as error:
-            log.warning("groups_not_restored", error=str(error))
-            await asyncio.sleep(RETRY_S)
-        else:
-            return

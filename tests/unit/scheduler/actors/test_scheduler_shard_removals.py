@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
-from forge.core.errors import Unavailable
+from forge.core.errors import (
+    ActorStopped,
+    DeadlineExceeded,
+    ForgeError,
+    MailboxFull,
+    Unavailable,
+)
 from forge.core.placement.sharding import choose_shard
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.v1 import pool_pb2, scheduler_pb2
@@ -21,6 +29,7 @@ from services.scheduler.state.messages.removals import (
     GroupsOn,
     Movable,
     OnShard,
+    RemoveShard,
     RetireShard,
 )
 from services.scheduler.term_record import Move, TermRecord
@@ -38,9 +47,21 @@ class Queue:
     def __init__(self) -> None:
         self.shard = {TASK: "s1"}
         self.busy = 0
+        self.removed: list[str] = []
+        self.errors: dict[type, list[ForgeError]] = {}
+        """By message type: raised by the next asks, one each."""
+        self.stops_at: type | None = None
+        self.stopped = False
 
     async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        self.stopped |= type(message) is self.stops_at
+        if self.stopped:
+            raise ActorStopped("actor queue has stopped")
+        if errors := self.errors.get(type(message)):
+            raise errors.pop(0)
         match message:
+            case RemoveShard(shard=shard):
+                self.removed.append(shard)
             case FindMovable(shard=shard):
                 there = [task for task, at in self.shard.items() if at == shard]
                 return Movable(task_ids=[] if self.busy else there, busy=self.busy)
@@ -206,3 +227,45 @@ async def test_move_waits_for_busy_groups_and_shows_them(term: Term) -> None:
     assert not term.record.moves
     term.queue.busy = 0
     await until(lambda: term.members.known == {"s0", "s2"})
+
+
+REFUSALS = [
+    pytest.param(MailboxFull("8192 messages waiting", retry_after_s=0.01), id="mailbox_full"),
+    pytest.param(DeadlineExceeded("no answer", retry_after_s=0.01), id="deadline_exceeded"),
+    pytest.param(Unavailable("not yet", retry_after_s=0.01), id="unavailable"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+async def test_retirement_repeats_the_removal_until_the_queue_has_handled_it(
+    term: Term, refusal: ForgeError
+) -> None:
+    """The shard has left the record by then, so nothing else would send it: the queue would ask the
+    shard at every rewind of the term."""
+    term.queue.errors[RemoveShard] = [refusal, refusal]
+    await term.retire()
+    await until(lambda: term.queue.removed)
+    assert term.queue.removed == ["s1"] and term.members.known == {"s0", "s2"}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+async def test_declaration_repeats_the_removal_until_the_queue_has_handled_it(
+    term: Term, refusal: ForgeError
+) -> None:
+    """A repeated command finds the shard gone, and would not send it."""
+    term.pool.unreachable = frozenset({"s1"})
+    term.queue.errors[RemoveShard] = [refusal, refusal]
+    await term.removals.ask(DeclareShardLost(shard="s1"), timeout_s=ASK_S)
+    assert term.queue.removed == ["s1"] and term.members.known == {"s0", "s2"}
+
+
+@pytest.mark.parametrize("message", [FindMovable, GroupsMoved, RemoveShard])
+async def test_retirement_ends_with_the_queue(term: Term, message: type) -> None:
+    """Its term has ended; a task that repeats its message keeps the lock of the moves."""
+    term.queue.stops_at = message
+    await term.retire()
+    await until(lambda: term.queue.stopped)
+    await until(lambda: "retirement" not in {task.get_name() for task in asyncio.all_tasks()})
+    term.pool.unreachable = frozenset({"s0"})
+    with pytest.raises(ActorStopped, match="actor queue has stopped"):
+        await term.removals.ask(DeclareShardLost(shard="s0"), timeout_s=ASK_S)
