@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.rl.config import OPTIMIZERS
+from forge.runtime.process.host_check import require_model
 from services.trainer.memory_plan import GIB, Estimate, ModelSize, Run, estimate, fitting, size_of
 from services.trainer.mesh import MeshSettings
 from services.trainer.model.lora import ALL_LINEAR
@@ -74,10 +75,12 @@ def _lora(options: argparse.Namespace) -> LoraSettings | None:
 
 
 def _size(option: str, path: Path, **settings: Any) -> ModelSize:
+    require_model(option, str(path))
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{option} {path}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise InvalidArgument(f"{option} {path}: {reason}") from error
     return size_of(config, **settings)
 
 

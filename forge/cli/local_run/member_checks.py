@@ -11,6 +11,7 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from forge.cli.local_run.presets import PROCESSES
 from forge.cli.local_run.programs import run_module
 from forge.cli.local_run.stack import Member, StackPlan, flags_of, members, quiet_environment
 from forge.cli.rundir import RunDirectory
@@ -39,7 +40,7 @@ async def check_members(plan: StackPlan) -> list[ForgeError]:
     names: dict[str, list[str]] = {}
     for member, (code, output) in zip(checked, ended, strict=True):
         for problem in _problems(code, output):
-            names.setdefault(problem, []).append(member.name)
+            names.setdefault(_as_given(plan, member, problem), []).append(member.name)
     return [
         InvalidArgument(f"{', '.join(each)} cannot start: {problem}")
         for problem, each in names.items()
@@ -57,6 +58,18 @@ def _problems(code: int, output: str) -> list[str]:
         hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
         return [f"its check was killed by {signal.Signals(-code).name}{hint}"]
     return lines[-1:] or [f"its check ended with exit code {code} and without a message"]
+
+
+def _as_given(plan: StackPlan, member: Member, problem: str) -> str:
+    """Returns a problem of a flag as one of the `--set` that it comes from."""
+    flag, _, text = problem.partition(": ")
+    # Gateways have the settings of one service, and names of their own.
+    service = "gateway" if member.module == PROCESSES["gateway"] else member.name
+    key = flag.removeprefix("--").replace("-", "_")
+    if not flag.startswith("--") or key not in plan.settings.get(service, {}):
+        return problem
+    pages = f"`python -m {member.module} --help` and the reference page Settings have them"
+    return f"--set {service}.{key}: {text.replace('see --help', pages)}"
 
 
 def served_flags(directory: RunDirectory) -> Mapping[str, Collection[str]]:

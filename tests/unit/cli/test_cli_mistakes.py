@@ -24,9 +24,13 @@ FILE = "{tmp}/file"
         (("run", "--set", "inference.x=1"), "there is no inference; name one of pool, scheduler"),
         (
             ("run", "--set", "scheduler.queue.mode=lifo", "--root", "{tmp}/new"),
-            "scheduler cannot start: --queue.mode: queue.mode = 'lifo' is not allowed: ",
+            "scheduler cannot start: --set scheduler.queue.mode: queue.mode = 'lifo' is not allowed: ",
         ),
-        (("up", "--set", "runner.speed=1", "--root", "{tmp}/new"), "no setting speed"),
+        (
+            ("up", "--set", "trainer.foo=1", "--root", "{tmp}/new"),
+            "trainer cannot start: --set trainer.foo: there is no setting foo = '1'; `python -m "
+            "services.trainer --help` and the reference page Settings have them",
+        ),
         (("run", "--root", FILE), "Not a directory; name another directory with --root"),
         (("up", "--run-dir", f"{FILE}/run"), "Not a directory; name another directory with --root"),
         (("key", "{tmp}/none/key"), "/none/key': No such file or directory"),

@@ -134,8 +134,17 @@ def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert plan.main([*arguments, "4", "--teacher", str(teacher)]) == 0
     # Half of its weights, and its embedding and head whole.
     assert re.search(r"frozen +0\.38", capsys.readouterr().out)
-    assert plan.main([*arguments, "4", "--reference", str(tmp_path / "none")]) == 2
-    assert "--reference" in capsys.readouterr().err
+    # Not asked for at the hub, which may take half a minute.
+    assert plan.main([*arguments, "4", "--reference", "none"]) == 2
+    assert capsys.readouterr().err == (
+        "forge trainer plan: --reference = 'none' is not a model directory: it has no config.json\n"
+    )
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "none"}')
+    assert plan.main([*arguments, "4", "--reference", str(tmp_path / "broken")]) == 2
+    problem = capsys.readouterr().err
+    assert problem.startswith(f"forge trainer plan: --reference {tmp_path}/broken: ")
+    assert problem.count("\n") == 1
     assert plan.main([*arguments, "0.2"]) == 0
     assert "change: 2 ranks, mesh.dp_shard = 2" in capsys.readouterr().out
     assert plan.main([*arguments, "4", "--lora-rank", "8", "--lora-targets", "q_proj,o_proj"]) == 0

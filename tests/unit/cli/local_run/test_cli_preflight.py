@@ -56,11 +56,12 @@ def test_all_problems_of_a_run_are_listed_at_once(tmp_path: Path, taken_port: in
         "scheduler.queue.domain_shares = 'chess=1': this run has no domain chess; it has reasoning",
         "no etcd answers at 127.0.0.1:9: start one",
         f"pool cannot start: port = {taken_port}: address already in use on 127.0.0.1; choose",
-        "scheduler cannot start: --queue.mode: queue.mode = 'lifo' is not allowed: one of fifo",
+        "scheduler cannot start: --set scheduler.queue.mode: queue.mode = 'lifo' is not allowed: one of fifo",
         f"trainer cannot start: {tmp_path}/none.jsonl: No such file or directory",
         "decode cannot start: engine = 'steam' is not installed; installed: embedded",
         "gateway cannot start: tool format 'morse' is unknown; there are",
-        "runner cannot start: --speed: there is no setting speed = '1'; see --help",
+        "runner cannot start: --set runner.speed: there is no setting speed = '1'; `python -m "
+        "forge.agents --help` and the reference page Settings have them",
         "runner cannot start: command: there is no program 'no-such-agent'",
         "runner cannot start: reward_functions: no_rewards:grade: cannot import no_rewards",
     )
