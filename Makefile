@@ -1,4 +1,4 @@
-# Two targets matter: `make run` trains an agent end to end, `make test` checks that all of it works.
+# Two targets matter: `make run` trains an agent end to end, `make test` runs the default suite.
 PY := .venv/bin/python
 MODEL ?= tiny
 SEED ?= 0
@@ -11,13 +11,13 @@ EXAMPLES ?= 100
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-commands test-faults test-matrix test-loaded test-clients test-trackers test-console console-screenshots test-systemd test-vm \
-	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-gpu-engine test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts fuzz fuzz-http properties audit bench bench-peers families
+	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-gpu-engine test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts large-weights fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.installed  ## Install everything into .venv
 
@@ -76,7 +76,7 @@ lint: setup  ## Format, rules, types, import contracts, protos
 	@.venv/bin/buf breaking --against protos/baseline.binpb
 
 docs: setup  ## Build the site in site/; a broken link or any warning fails
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "site/index.html"
 
 dashboard:  ## Write the Grafana dashboard, deploy/grafana/forge.json

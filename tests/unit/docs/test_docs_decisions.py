@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from docs.hooks.page import ROOT
@@ -37,3 +38,18 @@ def test_decision_index_lists_every_decision() -> None:
         shown = f"[{record['title']}]({path.name})"
         expected.append(f"| {record['number']} | {shown} | {record['date']} |")
     assert rows == expected
+
+
+def test_site_lists_every_decision() -> None:
+    """In its navigation, in order."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- decisions/(\d.*)$", config, re.MULTILINE)
+    assert listed == [path.name for path in records()]
+
+
+def test_build_of_the_site_counts_warnings() -> None:
+    """--quiet raises the level of the logger on which --strict counts them: it would never fail."""
+    (build,) = re.findall(r"-m mkdocs build.*", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    words = shlex.split(build, comments=True)
+    assert "--strict" in words
+    assert not {"--quiet", "-q"} & {*words}
