@@ -24,7 +24,8 @@ FILE = "{tmp}/file"
         (("run", "--set", "inference.x=1"), "there is no inference; name one of pool, scheduler"),
         (
             ("run", "--set", "scheduler.queue.mode=lifo", "--root", "{tmp}/new"),
-            "scheduler cannot start: --set scheduler.queue.mode: queue.mode = 'lifo' is not allowed: ",
+            "scheduler cannot start: --set scheduler.queue.mode: queue.mode = 'lifo' is not "
+            "allowed: ",
         ),
         (
             ("up", "--set", "trainer.foo=1", "--root", "{tmp}/new"),

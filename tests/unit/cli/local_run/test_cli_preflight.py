@@ -56,7 +56,8 @@ def test_all_problems_of_a_run_are_listed_at_once(tmp_path: Path, taken_port: in
         "scheduler.queue.domain_shares = 'chess=1': this run has no domain chess; it has reasoning",
         "no etcd answers at 127.0.0.1:9: start one",
         f"pool cannot start: port = {taken_port}: address already in use on 127.0.0.1; choose",
-        "scheduler cannot start: --set scheduler.queue.mode: queue.mode = 'lifo' is not allowed: one of fifo",
+        "scheduler cannot start: --set scheduler.queue.mode: queue.mode = 'lifo' is not allowed: "
+        "one of fifo",
         f"trainer cannot start: {tmp_path}/none.jsonl: No such file or directory",
         "decode cannot start: engine = 'steam' is not installed; installed: embedded",
         "gateway cannot start: tool format 'morse' is unknown; there are",
