@@ -22,6 +22,7 @@ from services.trainer.checkpoint.files import Contents, named_tensors
 from services.trainer.checkpoint.reading import UNREADABLE, read_published
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.learner.expected_memory import log_expected_memory
 from services.trainer.learner.model_replica import (
     Adopt,
     Capture,
@@ -86,6 +87,7 @@ class LearnerActor(ThreadActor):
     def started(self) -> None:
         """Starts the other ranks, builds the model and checks it."""
         torch.set_num_threads(self._config.threads())
+        log_expected_memory(self._config)
         try:
             if self._config.mesh_shape.ranks > 1:
                 self._ranks = Ranks(self._config)
