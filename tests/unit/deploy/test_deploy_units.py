@@ -30,6 +30,7 @@ UNITS = sorted(unit for unit in SYSTEMD.glob("forge*") if unit.is_file())
 SERVICES = [unit for unit in UNITS if unit.suffix == ".service"]
 BACKUP = SYSTEMD / "forge-pool-backup@.service"
 """It reads files and calls no service."""
+ENGINE_DROP_IN = "forge-inference@decode-1.service.d/20-engine.conf"
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here"
 )
@@ -63,18 +64,43 @@ def test_units_verify_without_output_on_stderr(installed: Path) -> None:
 
 @needs_systemd
 def test_units_with_the_documented_drop_ins_verify(installed: Path, tmp_path: Path) -> None:
-    """TLS, if etcd has a certificate and no password of a service, and shared checkpoints."""
+    """TLS, if etcd has a certificate and no password of a service, shared checkpoints, and an
+    engine with an environment of its own."""
     folder = tmp_path / "units"
     shutil.copytree(installed, folder)
     shutil.copytree(DEPLOY / "systemd-tls", folder, dirs_exist_ok=True)
-    page = (DEPLOY / "README.md").read_text()
-    ((path, text),) = re.findall(r"```ini\n# /etc/systemd/system/(\S+)\n(.*?)```", page, re.S)
-    assert path == "forge-trainer@.service.d/20-shared.conf"
-    (folder / path).parent.mkdir(exist_ok=True)
-    (folder / path).write_text(text)
+    drop_ins = documented_drop_ins()
+    assert drop_ins.keys() == {"forge-trainer@.service.d/20-shared.conf", ENGINE_DROP_IN}
+    for path, text in drop_ins.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(
+            text.replace("/opt/forge/vllm/bin", str(Path(sys.executable).parent))
+        )
     names = [unit.name.replace("@.", "@1.") for unit in UNITS]
+    names.append(ENGINE_DROP_IN.partition(".d/")[0])
     verified = analyze("verify", *(f"./{name}" for name in names), cwd=folder)
     assert (verified.returncode, verified.stderr) == (0, "")
+
+
+def documented_drop_ins() -> dict[str, str]:
+    """Those of deploy/README.md by their path."""
+    page = (DEPLOY / "README.md").read_text()
+    return dict(re.findall(r"```ini\n# /etc/systemd/system/(\S+)\n(.*?)```", page, re.S))
+
+
+def test_engine_of_its_own_environment_starts_as_the_unit_does() -> None:
+    """The same command with another Python, and a home that the instance may write to."""
+    own = re.findall(r"^(\w+)=(.*)$", documented_drop_ins()[ENGINE_DROP_IN], re.M)
+    commands = [value for key, value in own if key == "ExecStart"]
+    (usual,) = (v for k, v in settings(SYSTEMD / "forge-inference@.service") if k == "ExecStart")
+    # The empty one removes the unit's.
+    assert commands == ["", usual.replace("/opt/forge/.venv/", "/opt/forge/vllm/")]
+    found = dict(own)
+    cache = f"%C/{found['CacheDirectory']}"
+    variables = dict(one.split("=", 1) for one in found["Environment"].split())
+    assert variables == {"HOME": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+    # The unit mounts all else read-only.
+    assert {"ProtectSystem=strict", "ProtectHome=yes"} <= {*COMMON.read_text().splitlines()}
 
 
 @needs_systemd
