@@ -183,7 +183,12 @@ class TensorRtLlm:
             read = asyncio.create_task(self._read(prompt, hold_s))
             self._reads.add(read)
             read.add_done_callback(self._reads.discard)
-            first = await asyncio.shield(read)
+            try:
+                first = await asyncio.shield(read)
+            except asyncio.CancelledError:
+                # Nobody decodes it.
+                read.add_done_callback(lambda _: self.release(prompt.request_id))
+                raise
         return Prefilled(
             first=first,
             cached_tokens=min(cached, prompt.tokens),
