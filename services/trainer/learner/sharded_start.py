@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,17 @@ def fill_shards(model: Any, path: Path, world: World, device: torch.device) -> N
     source: dict[str, Tensor] = {}
     if world.rank == 0:
         log.info("weights_sent_by_rank_0", model_path=str(path))
-        source = own_tensors(load_model(path))
+        # In float32 a model in 16 bits would take twice the host's memory.
+        source = own_tensors(load_model(path, dtype=_stored_type(files)))
+    # The load may take longer than the groups of a mesh wait; the group of all waits without limit.
+    dist.broadcast_object_list([None], src=0)
     _send(tensors, source)
+
+
+def _stored_type(files: Sequence[Path]) -> torch.dtype:
+    """A type that has every value of the files; float32 without files of safetensors."""
+    with_files = {torch.float32} if not files else {*types_in(files).values()}
+    return reduce(torch.promote_types, with_files)
 
 
 @contextmanager

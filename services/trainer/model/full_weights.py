@@ -75,15 +75,17 @@ class Trainee:
             )
 
 
-def load_model(path: Path, *, device: torch.device | str = "cpu") -> Any:
-    """The causal language model in a model directory, on `device`, in float32, with dropout off:
+def load_model(
+    path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Any:
+    """The causal language model in a model directory, on `device`, in one type, with dropout off:
     the engine samples without dropout, which would only add noise to the ratios.
 
     Raises `NotFound` when there is none, `InvalidArgument` when transformers cannot read it.
     """
     require_model(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
     return model.eval().to(device)
