@@ -36,7 +36,7 @@ class LongPolls(Generic[Request, Answer]):
         self._waiting: deque[tuple[Request, Hashable, asyncio.Future[Answer]]] = deque()
 
     def enter(self, request: Request) -> asyncio.Future[Answer]:
-        """The answer, now or later. Raises ResourceExhausted."""
+        """Return a future of the answer. Raises ResourceExhausted."""
         if len(self._waiting) >= MAX_WAITING:
             self._forget_the_gone()
         if len(self._waiting) >= MAX_WAITING:

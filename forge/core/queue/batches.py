@@ -64,7 +64,7 @@ class Batches:
     def take_batch(
         self, *, trainer_id: str, max_groups: int, can_progress: Callable[[], bool], now_s: float
     ) -> Batch | None:
-        """The batch that the trainer holds, or a new one from the window, or None for now.
+        """Returns the batch that the trainer holds, or a new one from the window, or None for now.
         `can_progress`: whether a group may become complete without another batch first."""
         expires_s = now_s + self._settings.batch_lease_s
         for batch in self._open.values():
@@ -124,7 +124,7 @@ class Batches:
         committed_by: int | None = None,
         settled: Container[str] = (),
     ) -> tuple[TaskId, ...]:
-        """The groups to store as TRAINED before `commit`; none if the commit is complete.
+        """Returns the groups to store as TRAINED before `commit`; none if the commit is complete.
 
         With `task_ids`, a batch that is no longer leased is leased again if all its groups are
         complete. Raises NotFound if they are not, FailedPrecondition if another step committed the
@@ -157,14 +157,14 @@ class Batches:
         return self._committed.get(batch_id)
 
     def commit(self, batch_id: str, *, step: int) -> None:
-        """The groups are stored as TRAINED by `step`; follows `prepare_commit`."""
+        """Trains the groups that are stored as TRAINED by `step`; follows `prepare_commit`."""
         batch = self._open.pop(batch_id)
         self._committed.add(batch_id, step)
         self._in_doubt.difference_update(batch.task_ids)
         self._ledger.train(self._groups(batch), step=step)
 
     def restore(self, batch_id: str, *, step: int) -> None:
-        """An earlier term stored a commit."""
+        """Restores a commit that an earlier term stored."""
         self._committed.add(batch_id, step)
 
     def prepare_release(self, batch_id: str, *, now_s: float) -> tuple[TaskId, ...]:

@@ -37,7 +37,7 @@ class Commits:
         return self._others.get(batch_id)
 
     def add(self, batch_id: str, step: int) -> None:
-        """The last step of a batch counts."""
+        """Adds a commit; the last step of a batch counts."""
         self._others.pop(batch_id, None)
         term, number = granted_at(batch_id)
         missing = number + 1 - len(self._steps[term]) if term >= 0 else _MOST_SKIPPED + 1

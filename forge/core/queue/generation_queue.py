@@ -65,7 +65,7 @@ class GenerationQueue:
         self.ledger.activity = activity
 
     def set_away(self, shards: frozenset[str]) -> None:
-        """The pool shards that are unreachable from now on."""
+        """Sets the pool shards that are unreachable from now on."""
         self.ledger.away = shards
 
     def add_group(self, group: Group, *, now_s: float) -> None:

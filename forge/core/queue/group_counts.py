@@ -34,19 +34,19 @@ class GroupCounts:
         self._groups.update(counts)
 
     def moved(self, spec: GroupSpec, before: Phase, phase: Phase) -> None:
-        """The phase of a group changed."""
+        """Counts a change of a group's phase."""
         self._groups[spec.evaluation, before] -= 1
         self._groups[spec.evaluation, phase] += 1
         if change := (phase is Phase.RUNNING) - (before is Phase.RUNNING):
             self._running[spec.evaluation, spec.shard] += change
 
     def moved_together(self, groups: int, before: Phase, phase: Phase) -> None:
-        """The phase of training groups that do not run changed."""
+        """Counts a change of phase of training groups that do not run."""
         self._groups[False, before] -= groups
         self._groups[False, phase] += groups
 
     def relocated(self, group: Group, before: str) -> None:
-        """A group is on another pool shard than `before`."""
+        """Counts a group that is on another pool shard than `before`."""
         if group.phase is Phase.RUNNING:
             self._running[group.spec.evaluation, before] -= 1
             self._running[group.spec.evaluation, group.spec.shard] += 1

@@ -236,7 +236,7 @@ class GroupLedger:
             self.selection.gave_up(group)
 
     def train(self, groups: Sequence[Group], *, step: int) -> None:
-        """The groups of a batch were trained on."""
+        """Records that the groups of a batch were trained on."""
         for group in groups:
             group.step = step
         self._trained[step] += groups
@@ -368,7 +368,7 @@ class GroupLedger:
         return +self._forgotten[shard]
 
     def remove_shard(self, shard: str) -> None:
-        """A pool shard is gone: its settled groups that are not in memory are counted alone."""
+        """Removes a pool shard: its settled groups that are not in memory are counted alone."""
         self._forgotten_steps.pop(shard, None)
         self._forgotten.pop(shard, None)
 

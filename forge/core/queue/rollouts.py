@@ -129,7 +129,7 @@ class Rollouts:
                 self.renew(trajectory_id, now_s=now_s, runner_id=runner_id)
 
     def complete(self, trajectory_id: str, *, now_s: float = 0.0) -> bool:
-        """The trajectory is sealed in the pool; False if that changes nothing.
+        """Records a trajectory that is sealed in the pool; returns False if that changes nothing.
 
         Any attempt counts, also one whose lease was lost. Raises NotFound.
         """

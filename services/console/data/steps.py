@@ -72,7 +72,7 @@ class Steps(Topic):
             await asyncio.sleep(AGAIN_S)
 
     def add(self, metrics: trainer_pb2.StepMetrics) -> None:
-        """A step; one that was repeated after a restore replaces the steps from it on."""
+        """Add a step; one that was repeated after a restore replaces the steps from it on."""
         while self._rows and self._last() >= metrics.step:
             self._rows.pop()
             self._epoch += 1

@@ -36,7 +36,7 @@ class News:
         self._event = asyncio.Event()
 
     def tell(self) -> None:
-        """A topic has changed."""
+        """Note that a topic has changed."""
         self._event.set()
         self._event = asyncio.Event()
 
@@ -58,7 +58,7 @@ class Topic(ABC):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """The topic is kept up to date in this block."""
+        """Keep the topic up to date in this block."""
         self._watchers += 1
         self._watched.set()
         self._unwatched.clear()

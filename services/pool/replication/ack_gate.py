@@ -68,7 +68,7 @@ class Gate:
             ) from None
 
     def confirm(self, position: int) -> None:
-        """The follower has everything up to `position` on disk."""
+        """Note that the follower has everything up to `position` on disk."""
         self._confirmed = max(self._confirmed, position)
         REPLICA_LAG.set(self.position - self._confirmed)
         # In order of position: each was the newest when it came.

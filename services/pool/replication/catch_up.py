@@ -46,7 +46,7 @@ class CatchUp:
             self._next, self._after = follower.copied.complete_position, follower.copied.last
 
     def begin(self, lineage: str) -> pb.FollowStep:
-        """The first step for the follower."""
+        """Returns the first step for the follower."""
         return pb.FollowStep(
             begin=pb.FollowBegin(
                 lineage=lineage,

@@ -105,7 +105,7 @@ class RecentChanges:
                 self._changed.clear()
 
     def committed(self) -> None:
-        """The commit in progress is on disk."""
+        """Note that the commit in progress is on disk."""
         with self._lock:
             self._committed += 1
 

@@ -210,7 +210,7 @@ class _Assembly:
         return _Arrival(sequence=request.sequence, turn=turn, size_bytes=len(serialized))
 
     def _join(self, request: pool_pb2.AppendTurnsRequest) -> bytes:
-        """The bytes of a complete turn; chunks after a refusal are dropped."""
+        """Returns the bytes of a complete turn; chunks after a refusal are dropped."""
         if self._refusal is None:
             try:
                 return self._joiner.add(request.turn) or b""

@@ -122,7 +122,7 @@ class ShardRemovals(Actor):
             raise FailedPrecondition(f"pool shard {shard} does not retire")
         await self._record.amend(retiring=members.retiring - {shard})
         members.set_retiring(members.retiring - {shard})
-        log.info("pool_shard_stays", pool_shard=shard)
+        log.info("retirement_cancelled", pool_shard=shard)
         state = scheduler_pb2.RETIREMENT_STATE_CANCELLED
         return scheduler_pb2.RetireShardResponse(state=state)
 
@@ -173,7 +173,7 @@ class ShardRemovals(Actor):
                 except ActorStopped:
                     raise
                 except ForgeError as error:
-                    log.warning("retirement_waits", pool_shard=shard, error=str(error))
+                    log.warning("retirement_delayed", pool_shard=shard, error=str(error))
                     self._report(shard, waits_for=str(error))
                     rests = True
                 if rests:
@@ -187,7 +187,7 @@ class ShardRemovals(Actor):
         except ActorStopped:
             raise
         except ForgeError as error:
-            log.warning("move_waits", error=str(error))
+            log.warning("move_delayed", error=str(error))
             await asyncio.sleep(PAUSE_S)
 
     async def _step(self, shard: str) -> bool:
@@ -250,7 +250,7 @@ class ShardRemovals(Actor):
                 self._report(shard, left=max(0, progress.groups_left - moved), busy=busy)
 
     async def _complete_open(self) -> int:
-        """The number of groups that moved. Raises Unavailable."""
+        """Complete the open move; return the number of groups moved. Raises Unavailable."""
         if self._open is None:
             return 0
         move, groups = self._open

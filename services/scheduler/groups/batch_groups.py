@@ -51,7 +51,8 @@ def lost_trajectories(
 
 
 def fitting(response: scheduler_pb2.LeaseBatchResponse) -> scheduler_pb2.LeaseBatchResponse:
-    """The answer, without rewards if it would not fit a message: the trajectories have them."""
+    """Returns the response, without rewards if it would not fit a message: the trajectories have
+    them."""
     if response.ByteSize() > MAX_ANSWER_BYTES:
         for group in response.groups:
             for trajectory in group.trajectories:

@@ -69,7 +69,7 @@ class RegisteredGroups:
         return next((spec.index + 1 for spec in specs if spec.evaluation is evaluation), 0)
 
     def parts(self) -> Iterator[Sequence[StoredGroup]]:
-        """The groups in parts; each is released after it is yielded."""
+        """Yields the groups in parts; each is released after it is yielded."""
         self.groups.reverse()
         while self.groups:
             part = self.groups[: -PART_GROUPS - 1 : -1]

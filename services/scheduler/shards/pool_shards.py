@@ -74,7 +74,7 @@ class ShardScans:
         )
 
     def forget_store(self, lineage: str) -> None:
-        """A store was retired or declared lost: it counts as not registered."""
+        """Forget a store that was retired or declared lost: it counts as not registered."""
         self._gone.add(lineage)
 
     def changed(self) -> Coroutine[Any, Any, None]:

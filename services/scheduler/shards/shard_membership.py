@@ -45,7 +45,7 @@ class ShardMembership:
         self.announce()
 
     def remove(self, shard: str) -> None:
-        """A shard is gone."""
+        """Remove a shard that is gone."""
         self.registered -= {shard}
         self.unread -= {shard}
         self.set_retiring(self.retiring - {shard})

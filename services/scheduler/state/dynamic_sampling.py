@@ -34,7 +34,7 @@ class EqualRewards:
         self.skipped += skipped
 
     def settled(self, group: Group) -> None:
-        """The group was tombstoned or evaluated."""
+        """Forget a group that was tombstoned or evaluated."""
         self._outcomes.pop(group.spec.task_id, None)
 
     def sealed(self, group: Group, outcome: float) -> None:

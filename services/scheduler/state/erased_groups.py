@@ -44,7 +44,7 @@ class ErasedGroups:
         return dropped
 
     def added(self, task_id: str) -> None:
-        """A stored group was added to the queue; it may be erased by now."""
+        """Note a stored group that was added to the queue; it may be erased by now."""
         if task_id in self._early:
             del self._early[task_id]
             self._drop(task_id)

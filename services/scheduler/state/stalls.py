@@ -110,37 +110,38 @@ class Watch:
         """Faults of the term."""
 
     def began(self, now_s: float) -> None:
-        """The term began; runners and trainers have not called yet. Idempotent."""
+        """Note that the term began; runners and trainers have not called yet. Idempotent."""
         if self._progress_s is None:
             self._progress_s = self._runner_s = self._trainer_s = now_s
 
     def progressed(self, now_s: float) -> None:
-        """A batch was committed, or an evaluation group finished."""
+        """Note that a batch was committed, or an evaluation group finished."""
         self._progress_s = now_s
         self._tombstones.clear()
         self._faults, self._fault_reason = 0, ""
 
     def work_came(self, now_s: float) -> None:
-        """A group came to an empty queue, which had nothing to train on before. If tombstones
+        """Note a group in an empty queue, which had nothing to train on before. If tombstones
         emptied the queue, the time without training continues."""
         if not self._tombstones:
             self._progress_s = now_s
 
     def runner_called(self, now_s: float) -> None:
-        """A runner asked for rollouts or renewed."""
+        """Note that a runner asked for rollouts or renewed."""
         self._runner_s = now_s
 
     def runner_declared(self, runner_id: str, abilities: Abilities | None, now_s: float) -> None:
-        """A runner asked for rollouts; None: it is drained."""
+        """Note that a runner asked for rollouts; None: it is drained."""
         self._runners[runner_id] = abilities, now_s
 
     def runner_drained(self, runner_id: str) -> None:
-        """An operator drains a runner; a resumed one declares itself with its next call."""
+        """Note that an operator drains a runner; a resumed one declares itself with its next
+        call."""
         if runner_id in self._runners:
             self._runners[runner_id] = None, self._runners[runner_id][1]
 
     def runner_renewed(self, runner_id: str, now_s: float) -> None:
-        """A runner renewed; a busy one asks for nothing."""
+        """Note that a runner renewed; a busy one asks for nothing."""
         if runner_id in self._runners:
             self._runners[runner_id] = self._runners[runner_id][0], now_s
 
@@ -165,23 +166,23 @@ class Watch:
         return self._runners
 
     def trainer_called(self, now_s: float) -> None:
-        """A trainer asked for a batch or renewed."""
+        """Note that a trainer asked for a batch or renewed."""
         self._trainer_s = now_s
 
     def batch_taken(self, trainer_id: str, batch_id: str, now_s: float) -> None:
-        """A batch was leased, or returned again to its trainer."""
+        """Note that a batch was leased, or returned again to its trainer."""
         if self._batch is None or self._batch[1] != batch_id:
             self._batch = (trainer_id, batch_id, now_s)
 
     def tombstoned(self, reason: str) -> None:
-        """A group was tombstoned."""
+        """Note that a group was tombstoned."""
         if len(self._tombstones) < KEPT_REASONS or reason in self._tombstones:
             self._tombstones[reason] += 1
         else:
             self._tombstones["other reasons"] += 1
 
     def fault(self, reason: str) -> None:
-        """The infrastructure ended an attempt."""
+        """Note that the infrastructure ended an attempt."""
         self._faults += 1
         self.all_faults += 1
         self._fault_reason = reason

@@ -69,7 +69,7 @@ class Catalog:
         return common_pb2.Task.FromString(self._entries[task_id].task)
 
     def drop_payload(self, task_id: str) -> None:
-        """The group will not be sampled again."""
+        """Drop the payload of a group that will not be sampled again."""
         entry = self._entries[task_id]
         task = common_pb2.Task.FromString(entry.task)
         task.payload_json = ""

@@ -110,7 +110,7 @@ class BatchSource:
         self._hurried.set()
 
     async def take_batch(self, *, wait_s: float) -> PreparedBatch | None:
-        """The next batch, or None if it is not ready within `wait_s`.
+        """Return the next batch, or None if it is not ready within `wait_s`.
 
         Raises the error of its preparation: `Unavailable` after `patience_s`.
         """

@@ -76,7 +76,7 @@ class GroupReader:
             return failed(ForgeError(repr(error)))
 
     def taken(self, batch: int) -> Sequence[BatchPlan]:
-        """The plan of each update of a batch, which is then dropped."""
+        """Return the plan of each update of a batch, and drop the batch."""
         found = self._batches.pop(batch, _Batch())
         assert found.plans is not None, f"batch {batch} is planned"
         return found.plans

@@ -91,7 +91,7 @@ class Contents:
     """Published tensors that this rank writes, in that order, without draft heads."""
     model_file: str = MODEL_FILE
     shards: Sequence[Shard] = ()
-    """Its part of state/."""
+    """This rank's part of state/."""
     rank: int = 0
     learner: Mapping[str, Any] = field(default_factory=dict)
     """The learner's state; the tensors that state/ has are without data, on torch's meta device."""
@@ -201,7 +201,7 @@ def copy_description(model_path: Path, directory: Path) -> None:
 
 
 def type_name(tensor: Tensor) -> str:
-    """Its type as torch names it, without `torch.`."""
+    """The tensor's type as torch names it, without `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -101,7 +101,7 @@ class MasterWeights:
     """Prefix of their names in the files."""
 
     def shapes(self) -> dict[str, list[int]]:
-        """Their shapes, by name. Raises one of `UNREADABLE`."""
+        """Shapes of the master weights, by name. Raises one of `UNREADABLE`."""
         return {
             name.removeprefix(self.prefix): shape
             for name, shape in sizes_in(self.files).items()
@@ -113,7 +113,7 @@ class MasterWeights:
         fill({self.prefix + name: one for name, one in tensors.items()}, self.files)
 
     def read(self) -> dict[str, Tensor]:
-        """All of them, whole. Raises one of `UNREADABLE`."""
+        """Reads all tensors completely. Raises one of `UNREADABLE`."""
         tensors = {name: torch.empty(shape) for name, shape in self.shapes().items()}
         self.fill(tensors)
         return tensors

@@ -150,9 +150,9 @@ class Staging:
         path = self._file(piece.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
-            if file.tell() != piece.offset:
+            if (expected := file.tell()) != piece.offset:
                 file.truncate(0)
-                raise DataLoss(f"{piece.path}: a piece at {piece.offset} does not continue it")
+                raise DataLoss(f"{piece.path}: expected offset {expected}, got {piece.offset}")
             file.write(piece.data)
         if piece.sha256:
             self._verify(piece.path, path, piece.sha256)
@@ -179,7 +179,10 @@ class Staging:
         found = read_checkpoint(self._path)
         if found.step != self._step or self._fingerprint not in ("", found.fingerprint):
             shutil.rmtree(self._path)
-            raise DataLoss(f"it is another checkpoint than that of step {self._step} in etcd")
+            raise DataLoss(
+                f"the copy is not the checkpoint of step {self._step} in etcd: its step or "
+                "fingerprint differs"
+            )
         for folder in (*(each for each in self._path.rglob("*") if each.is_dir()), self._path):
             sync(folder)
         path = path_of(self._directory, self._step)

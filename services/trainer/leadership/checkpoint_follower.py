@@ -161,7 +161,7 @@ class CheckpointSource:
     async def send(
         self, request: pb.FetchCheckpointRequest
     ) -> AsyncGenerator[pb.FetchCheckpointResponse, None]:
-        """The responses to one call. Raises `NotFound` and `DataLoss`."""
+        """Yield the responses to one call. Raises `NotFound` and `DataLoss`."""
         if request.stored:
             self._stored[request.trainer] = request.step
             self._changed.set()

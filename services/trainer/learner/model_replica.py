@@ -36,7 +36,7 @@ from forge.runtime.weights.segments import cut
 from services.trainer.batches.reading import ReadBatch
 from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.replica_state import ReplicaState
+from services.trainer.learner.replica_checkpoint import ReplicaCheckpoint
 from services.trainer.learner.sharded_start import empty_model, fill_shards, place, without_weights
 from services.trainer.model.full_weights import Trainee, load_model
 from services.trainer.model.host_copies import host_copies
@@ -116,10 +116,10 @@ class TakeRead:
     """Take one step on a batch that the ranks have read; answered by a StepResult."""
 
     batch: int
-    """Its number."""
+    """Number of the batch."""
     weight_version: int
     keep: tuple[int, ...] = ()
-    """As in `Take`; rank 0 alone needs it."""
+    """The field of `Take`; rank 0 alone needs it."""
 
 
 Order = StartOver | Adopt | Take | TakePart | TakeRead | Examine | Read | Capture
@@ -258,7 +258,7 @@ class ModelReplica:
             teacher=self._teacher,
             served=self._served(policy),
         )
-        self.state = ReplicaState(
+        self.state = ReplicaCheckpoint(
             self._trainee,
             self._learner,
             world=self._world,

@@ -191,7 +191,7 @@ class Ranks:
             dist.broadcast_object_list([order], src=0)
 
     def new_save(self) -> SharedSave:
-        """The next checkpoint that all ranks write."""
+        """Begin and return the next checkpoint that all ranks write."""
         self._saves += 1
         return SharedSave(
             self._store, number=self._saves, ranks=self.world.shape.ranks, lost=self._lost

@@ -80,7 +80,7 @@ class SegmentRanks:
         self._turn = asyncio.Lock()
 
     def new_copy(self) -> int:
-        """The number of the next copy of the weights."""
+        """Count a copy of the weights and return its number."""
         self._copies += 1
         return self._copies
 
@@ -115,7 +115,7 @@ class SegmentRanks:
             await self._call(self._store.set, key, msgspec.json.encode(order).decode())
             while not await self._call(self._store.check, keys):
                 if because := self._lost():
-                    raise Unavailable(f"a segment of the weights has no rank: {because}")
+                    raise Unavailable(f"no rank serves a segment of the weights: {because}")
                 await asyncio.sleep(LOOK_S)
             answers = await self._call(self._answers, keys)
             # All have read it: they have answered.

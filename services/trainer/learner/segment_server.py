@@ -57,7 +57,7 @@ class SegmentCopy:
 
     tensors: Sequence[NamedTensor]
     segment: range
-    """Their numbers among all published tensors."""
+    """Numbers of the tensors among all published ones."""
     sizes: Sequence[int]
     """Bytes of all published tensors."""
     aliases: Mapping[str, Sequence[str]]

@@ -50,7 +50,7 @@ class Qualities:
         return self._by_version.get(version, Quality())
 
     def add(self, outcomes: Mapping[int, Sequence[float]], gaps: Mapping[int, VersionGap]) -> None:
-        """A batch was trained: outcomes and gaps by version."""
+        """Add outcomes and gaps of a trained batch, by version."""
         for version, rewards in outcomes.items():
             quality = self._by_version.setdefault(version, Quality())
             quality.trajectories += len(rewards)

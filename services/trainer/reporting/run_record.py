@@ -60,7 +60,7 @@ class TrainingRecord:
         return self.steps[-1].run_s if self.steps else 0.0
 
     def append(self, metrics: pb.StepMetrics) -> None:
-        """A step was taken."""
+        """Append a step."""
         self.steps.append(metrics)
         self.history.add(metrics)
         self._keep()
@@ -74,7 +74,7 @@ class TrainingRecord:
             sink.rollouts(self.step, rows)
 
     def evaluated(self, evaluation: pb.Evaluation) -> None:
-        """An evaluation ended."""
+        """Append an evaluation that ended."""
         self.evaluations.append(evaluation)
         self.history.add(evaluation)
         self._keep()

@@ -41,7 +41,7 @@ class Lanes(Generic[Item]):
             self._list(shard, key)
 
     def first(self, away: frozenset[str]) -> tuple[Key, Item] | None:
-        """The lowest item on a shard that is not in `away`."""
+        """Returns the lowest item on a shard that is not in `away`."""
         if away != self._away:
             self._bring_back(away)
         firsts = self._firsts

@@ -30,6 +30,6 @@ class Losses:
         self._silent[silent] = rollout
 
     def heard_of(self, attempt: str) -> None:
-        """The runner of the attempt reported."""
+        """Notes that the runner of the attempt reported."""
         if rollout := self._silent.pop(attempt, None):
             rollout.losses -= 1

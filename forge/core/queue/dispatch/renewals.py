@@ -30,7 +30,7 @@ class Renewals:
         self._pauses: dict[str, _Pause] = {}
 
     def renewed(self, runner_id: str, *, pause_s: float, now_s: float) -> None:
-        """A lease was renewed `pause_s` after its last renewal."""
+        """Notes that a lease was renewed `pause_s` after its last renewal."""
         known = self._pauses.get(runner_id)
         if known is None and len(self._pauses) >= MOST_RUNNERS:
             self._pauses.clear()

@@ -75,7 +75,7 @@ class Adaptive(Selection):
         self._weighed_at = -math.inf
 
     def _set_batch_size(self, size: int) -> None:
-        """The last `choose` was for batches of that size."""
+        """Sets the size of the batches that `choose` makes."""
         self._size = size
         self.most_open = self._deadlines.bound_steps * size
         """S B: groups that may be started and not trained on and still be in time in some order."""
@@ -144,13 +144,13 @@ class Adaptive(Selection):
         self._kinds.pop(index, None)
 
     def taken(self, groups: Collection[Group]) -> None:
-        """No other batch may take them."""
+        """Removes groups that no other batch may take."""
         for group in groups:
             self._deadlines.taken(group)
         self._unlist(groups)
 
     def came_back(self, groups: Iterable[Group]) -> None:
-        """A batch may take them again."""
+        """Adds groups that a batch may take again."""
         for group in groups:
             self._list(group)
 

@@ -90,7 +90,7 @@ class Deadlines:
         self._order.pop(group.spec.index, None)
 
     def trained(self, groups: Iterable[Group]) -> None:
-        """A step was committed."""
+        """Records a committed step and the staleness of its groups."""
         self._step += 1
         for group in groups:
             since = self._since.pop(group.spec.index, -math.inf)

@@ -49,7 +49,7 @@ class DomainShares:
         return quota
 
     def settle(self, size: int, quotas: Mapping[str, int]) -> None:
-        """A batch with these quotas was chosen: carry its rounding errors."""
+        """Carries the rounding errors of a chosen batch with these quotas."""
         self._known = {}
         self._carry = {
             domain: wanted - quotas[domain] for domain, wanted in self._ideal(size).items()

@@ -79,7 +79,7 @@ class Window:
         self._advance()
 
     def add(self, group: Group) -> None:
-        """A group joins the queue, usually at its end."""
+        """Adds a group to the queue, usually at its end."""
         index = group.spec.index
         self.next_index = max(self.next_index, index + 1)
         if not group.phase.consumed:
@@ -342,7 +342,7 @@ class Window:
         return True
 
     def _forget(self, indices: Iterable[int]) -> None:
-        """The groups of these indices are consumed."""
+        """Forgets the consumed groups of these indices."""
         for index in indices:
             self._groups.pop(index, None)
             self._passed.discard(index)

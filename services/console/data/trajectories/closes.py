@@ -61,7 +61,7 @@ class Closes(Topic):
             await asyncio.sleep(AGAIN_S)
 
     def add(self, summary: common_pb2.TrajectorySummary) -> None:
-        """A trajectory closed, or was rewarded after it."""
+        """Add a trajectory that closed, or was rewarded after it."""
         self._rows.append(summary_row(summary))
         self._count += 1
         READS.labels(self.name, "ok").inc()

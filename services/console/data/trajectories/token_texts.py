@@ -36,7 +36,7 @@ class TokenTexts:
         return self._tokenizer is not None
 
     def of(self, token_id: int) -> str:
-        """The text of a token; bytes that are no whole character are U+FFFD."""
+        """Return the text of a token; bytes that are no whole character are U+FFFD."""
         text = self._known.get(token_id)
         if text is None:
             text = self._known[token_id] = self._decode(token_id)

@@ -53,7 +53,7 @@ class TokenValuesCache:
         self._reading = asyncio.Lock()
 
     async def get(self, trajectory_id: str) -> tuple[Values, str]:
-        """The values of a trajectory by turn, and why there are none, or ""."""
+        """Return the values of a trajectory by turn, and why there are none, or ""."""
         async with self._reading:
             answer = self._answers.get(trajectory_id)
             if answer is None or self._clock() - answer.read_s >= FRESH_S:

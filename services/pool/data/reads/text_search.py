@@ -91,7 +91,7 @@ class _Search:
         """Turns without messages on record."""
 
     def match(self, trajectory: bytes, summary: common_pb2.TrajectorySummary) -> _Match | None:
-        """The first turn with the text; None without one. Raises `DamagedRecord`."""
+        """Returns the first turn with the text; None without one. Raises `DamagedRecord`."""
         for head, payload in turns_of(self._records, trajectory):
             self.read_bytes += len(payload)
             turn = common_pb2.Turn.FromString(bytes(turn_of_payload(payload)))

@@ -173,7 +173,7 @@ class Environment:
             self._compaction = CompactionLog(limit_bytes)
 
     def take_compaction_log(self) -> CompactionLog:
-        """The changes since the start or the last call; logging continues."""
+        """Returns the changes since the start or the last call; logging continues."""
         with self._writing:
             taken = self._compaction
             assert taken is not None

@@ -146,7 +146,7 @@ class GroupMoves:
     def moved(
         self, task_id: str, before: common_pb2.GroupRecord | None, after: common_pb2.GroupRecord
     ) -> None:
-        """A group's state changed; `before` is None if that was damaged."""
+        """Note that a group's state changed; `before` is None if that was damaged."""
         if before is None:
             self._damaged.add(task_id)
             return

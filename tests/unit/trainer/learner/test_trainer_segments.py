@@ -141,7 +141,9 @@ async def test_lost_rank_leaves_the_version_before_announced(
     lost = group.snapshot(2, SECOND)
     group.stop()
     group.lost = "rank 1 has ended with exit code -9"
-    with pytest.raises(Unavailable, match="a segment of the weights has no rank: rank 1 has ended"):
+    with pytest.raises(
+        Unavailable, match="no rank serves a segment of the weights: rank 1 has ended"
+    ):
         await trainer.publisher.publish(lost)
     assert announced(trainer.register).weight_version == 1
     again = SegmentGroup(tmp_path, 2)

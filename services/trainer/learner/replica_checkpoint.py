@@ -47,8 +47,8 @@ _RANDOM = "random_states"
 """Key in the learner's file: the random state of each rank that had a part in the checkpoint."""
 
 
-class ReplicaState:
-    """Copies and restores the state of one replica in a checkpoint."""
+class ReplicaCheckpoint:
+    """Copies the state of one replica for a checkpoint, and restores it."""
 
     def __init__(
         self,
