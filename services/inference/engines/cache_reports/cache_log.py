@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from services.inference.engines.base import CacheChange
 
@@ -65,6 +65,11 @@ class CacheLog:
             self._number += 1
             self._cleared_at = self._number
             self._wake()
+
+    def present(self, chains: Iterable[bytes]) -> int:
+        """Return how many of these blocks, from the first on, are cached."""
+        with self._lock:
+            return sum(1 for _ in takewhile(self._present.__contains__, chains))
 
     async def changes(self) -> AsyncGenerator[CacheChange, None]:
         """See `CacheReports`."""

@@ -3,18 +3,17 @@ from a waiting prompt with the same beginning."""
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from forge.core.placement.prefix_cache import Match
 from services.inference.engines.base import Prompt
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.messages import Read
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.prefill_schedule import Reading, WaitingPrefixes
 from services.inference.engines.embedded.recurrent.read_states import ReadStates
 from services.inference.engines.embedded.recurrent.shape import StateShape
-from services.inference.engines.embedded.stored_kv import StoredKv
+from services.inference.engines.embedded.stored_kv import StoredKv, StoredPrefix
 
 
 class KnownPrefixes:
@@ -29,22 +28,25 @@ class KnownPrefixes:
         self._block_tokens = block_tokens
 
     @torch.inference_mode()
-    def begin(self, prompt: Prompt, prefixes: WaitingPrefixes) -> Reading:
+    def begin(self, read: Read, prefixes: WaitingPrefixes) -> Reading:
         """Find a prompt's part in the cache, in the store, and in a waiting prompt."""
-        shape = self._policy.kv_shape
+        shape, prompt = self._policy.kv_shape, read.prompt
         # The last token is always computed: its logits give the first token of the answer.
         limit = prompt.tokens - 1
         match = self._cache.resumable(prompt.ids, limit_tokens=limit)
+        stored = self._behind(match, read.stored)
+        kv, routes = (None, None) if stored is None else (stored.kv, stored.routes)
         reading = Reading(
             prompt=prompt,
             ids=torch.frombuffer(prompt.ids, dtype=torch.int32).long().to(shape.device),
-            kv=shape.empty(prompt.tokens),
-            routes=shape.unknown_routes(prompt.tokens),
-            cached=match.tokens,
+            kv=shape.empty(prompt.tokens) if kv is None else kv,
+            routes=shape.unknown_routes(prompt.tokens) if routes is None else routes,
+            cached=match.tokens if stored is None else stored.end,
+            stored=0 if stored is None else stored.end - match.tokens,
+            stored_s=0.0 if read.stored is None else read.stored.seconds,
         )
         self._cache.read(match, reading.kv)
         self._cache.read_routes(match, reading.routes)
-        self._read_stored(reading, limit)
         reading.done = reading.filled = reading.cached
         source, shared = prefixes.longest(prompt, limit_tokens=limit)
         if source is not None and source.recurrent is not None and shared > reading.cached:
@@ -70,15 +72,9 @@ class KnownPrefixes:
                 states.stop(stop)
         return states
 
-    def _read_stored(self, reading: Reading, limit_tokens: int) -> None:
-        if self._stored is None:
-            return
-        began_s, cached = time.monotonic(), reading.cached
-        reading.cached = self._stored.read(
-            reading.prompt.ids,
-            reading.kv,
-            reading.routes,
-            from_token=cached,
-            limit_tokens=limit_tokens,
-        )
-        reading.stored, reading.stored_s = reading.cached - cached, time.monotonic() - began_s
+    def _behind(self, match: Match, found: StoredPrefix | None) -> StoredPrefix | None:
+        """Blocks that these weights computed and that continue the match, else None: weights and
+        cache may have changed since the blocks were read."""
+        if found is None or self._stored is None or found.identity != self._stored.identity:
+            return None
+        return found if found.start <= match.tokens < found.end else None

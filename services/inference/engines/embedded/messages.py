@@ -11,6 +11,7 @@ import torch
 from forge.core.errors import ForgeError
 from services.inference.engines.base import KvSpan, Piece, Prefilled, Probe, Prompt, Tokens
 from services.inference.engines.embedded.model.policy import StagedWeights
+from services.inference.engines.embedded.stored_kv import StoredPrefix
 from services.inference.engines.grammar_masks import Matcher
 
 Deliver = Callable[[Piece | ForgeError], None]
@@ -60,6 +61,8 @@ class Read:
     progress: Callable[[PartRead], None] | None = None
     matcher: Matcher | None = None
     """State of the grammar at the start of the answer."""
+    stored: StoredPrefix | None = None
+    """Blocks of the prompt from the KV store; only this reading has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

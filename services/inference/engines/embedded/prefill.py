@@ -173,7 +173,7 @@ class PrefillActor(ThreadActor):
         pending = self._pending.get(read.prompt.ids)
         if pending is None:
             prefixes = self._waiting_prefixes(joining_tokens)
-            pending = _Pending(reading=self._known.begin(read.prompt, prefixes))
+            pending = _Pending(reading=self._known.begin(read, prefixes))
             self._pending[read.prompt.ids] = pending
             prefixes.add(pending.reading)
         pending.requests.append(read)

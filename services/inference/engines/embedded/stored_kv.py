@@ -6,6 +6,7 @@ Behind the keys and values of a block are the experts of its tokens, if they are
 from __future__ import annotations
 
 import hashlib
+import threading
 from pathlib import Path
 
 import torch
@@ -30,6 +31,51 @@ def architecture(model_path: str, shape: KvShape) -> bytes:
     return layout.encode() + hashlib.sha256(config).digest()
 
 
+class StoredPrefix:
+    """Blocks of one prompt, while a thread adds them and after the engine has taken them."""
+
+    def __init__(self, shape: KvShape, tokens: int) -> None:
+        """`tokens`: of the prompt."""
+        self._shape = shape
+        self._tokens = tokens
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self.identity = b""
+        """Of model and weights, as of `KvStore.serve`."""
+        self.start = self.end = 0
+        """The tokens that were added."""
+        self.kv: torch.Tensor | None = None
+        """[layers, 2, heads, tokens, head_size] of the whole prompt; None without a block."""
+        self.routes: torch.Tensor | None = None
+        """[tokens, route_bytes]; None without a block."""
+        self.seconds = 0.0
+        """Time that the prompt has waited."""
+
+    def begin(self, identity: bytes, start: int) -> None:
+        """The first block starts at the token `start`."""
+        self.identity = identity
+        self.start = self.end = start
+
+    def add(self, block: torch.Tensor, routes: torch.Tensor) -> bool:
+        """Copy the next block; False if it comes too late."""
+        with self._lock:
+            if self._is_taken:
+                return False
+            if self.kv is None or self.routes is None:
+                self.kv = self._shape.empty(self._tokens)
+                self.routes = self._shape.unknown_routes(self._tokens)
+            tokens = slice(self.end, self.end + len(routes))
+            self.kv[:, :, :, tokens] = block.to(self.kv.device)
+            self.routes[tokens] = routes
+            self.end = tokens.stop
+            return True
+
+    def take(self) -> None:
+        """Accept no more blocks."""
+        with self._lock:
+            self._is_taken = True
+
+
 class StoredKv:
     """The store, for sequences of one model: [layers, 2, heads, tokens, head_size]."""
 
@@ -52,29 +98,32 @@ class StoredKv:
         """See `KvStore.serve`."""
         self._store.serve(identity)
 
-    def read(
-        self,
-        ids: bytes,
-        kv: torch.Tensor,
-        routes: torch.Tensor,
-        *,
-        from_token: int,
-        limit_tokens: int,
-    ) -> int:
-        """Fill `kv` and `routes`, [tokens, route_bytes], with the stored blocks from the one with
-        `from_token` on; return the tokens present. Both begin with the first token."""
+    @property
+    def identity(self) -> bytes:
+        """See `KvStore.identity`."""
+        return self._store.identity
 
-        def place(start: int, content: memoryview) -> None:
-            tokens = slice(start, start + self._store.block_tokens)
+    def read(self, ids: bytes, found: StoredPrefix, *, from_token: int, limit_tokens: int) -> None:
+        """Add the stored blocks from the one with `from_token` on. On a thread of its own: a file
+        system may hang."""
+        size = self._store.block_tokens
+        identity = self._store.identity
+        found.begin(identity, from_token // size * size)
+
+        def place(start: int, content: memoryview) -> bool:
             block = from_bytes(
                 content[: self._kv_bytes], dtype=self._dtype, shape=self._block_shape
             )
-            kv[:, :, :, tokens] = block.to(kv.device)
-            routes[tokens] = from_bytes(
-                content[self._kv_bytes :], dtype="uint8", shape=self._routes_shape
-            )
+            routes = from_bytes(content[self._kv_bytes :], dtype="uint8", shape=self._routes_shape)
+            return found.add(block, routes)
 
-        return self._store.read(ids, from_token=from_token, limit_tokens=limit_tokens, place=place)
+        self._store.read(
+            ids,
+            from_token=from_token,
+            limit_tokens=limit_tokens,
+            place=place,
+            identity=identity,
+        )
 
     def write(
         self,

@@ -36,8 +36,8 @@ _CLOSE_S = 5.0
 
 Encode = Callable[[int, int], bytes]
 """Returns a copy of the keys and values of the tokens `start` to `end`."""
-Place = Callable[[int, memoryview], None]
-"""Takes the content of the block that starts at a token."""
+Place = Callable[[int, memoryview], bool]
+"""Takes the content of the block that starts at a token. False: no more is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class _Write:
 
 
 class KvStore:
-    """Blocks of `options.block_tokens` tokens. One thread calls `serve`, `read` and `write`."""
+    """Blocks of `options.block_tokens` tokens. One thread calls `serve` and `write`; any `read`."""
 
     def __init__(self, options: KvStoreOptions, *, token_bytes: int) -> None:
         """Raises ConfigError for a directory that cannot be used."""
@@ -72,27 +72,45 @@ class KvStore:
         assert len(identity) == IDENTITY_BYTES
         self._identity = identity
 
-    def read(self, ids: bytes, *, from_token: int, limit_tokens: int, place: Place) -> int:
+    @property
+    def identity(self) -> bytes:
+        """As of `serve`; empty before."""
+        return self._identity
+
+    def read(
+        self,
+        ids: bytes,
+        *,
+        from_token: int,
+        limit_tokens: int,
+        place: Place,
+        identity: bytes | None = None,
+    ) -> int:
         """Place the stored blocks from the one with `from_token` on; return the tokens present.
 
         Only whole blocks of at most `limit_tokens`, without a gap; `from_token` if there is none.
+        `identity` of model and weights: None is the one in service.
         """
-        if not self._identity or not self._is_worth_reading():
+        if identity is None:
+            identity = self._identity
+        if not identity or not self._is_worth_reading():
             return from_token
         began_s = time.monotonic()
         first = from_token // self.block_tokens
         present = first * self.block_tokens
-        for index, chain in enumerate(self._chains(ids, limit_tokens)):
+        for index, chain in enumerate(self._chains(identity, ids, limit_tokens)):
             if index < first:
                 continue
-            content = self._find(chain)
+            content = self._find(identity, chain)
             if content is None:
                 BLOCKS.labels("missing").inc()
                 break
-            place(present, content)
+            if not place(present, content):
+                break
             present += self.block_tokens
         read = present - first * self.block_tokens
-        self._read_rate.observe(seconds=time.monotonic() - began_s, units=read)
+        with self._lock:
+            self._read_rate.observe(seconds=time.monotonic() - began_s, units=read)
         return max(present, from_token)
 
     def observe_compute(self, *, seconds: float, tokens: int) -> None:
@@ -103,7 +121,7 @@ class KvStore:
         """Store the whole blocks of `ids` that end after a token: the newly computed ones."""
         if not self._identity:
             return
-        for index, chain in enumerate(self._chains(ids, len(ids) // TOKEN_BYTES)):
+        for index, chain in enumerate(self._chains(self._identity, ids, len(ids) // TOKEN_BYTES)):
             start = index * self.block_tokens
             end = start + self.block_tokens
             if end <= after_token or chain in self._host:
@@ -128,19 +146,19 @@ class KvStore:
         slower = self._read_rate.seconds > self._compute_rate.seconds > 0
         return not slower or next(self._prompts) % _TRIAL_EVERY == 0
 
-    def _chains(self, ids: bytes, limit_tokens: int) -> Iterator[bytes]:
+    def _chains(self, identity: bytes, ids: bytes, limit_tokens: int) -> Iterator[bytes]:
         """Yield the chain hash of each whole block of at most `limit_tokens`."""
-        chain = self._identity
+        chain = identity
         block = self.block_tokens * TOKEN_BYTES
         for start in range(0, limit_tokens * TOKEN_BYTES - block + 1, block):
             chain = hashlib.blake2b(chain + ids[start : start + block], digest_size=16).digest()
             yield chain
 
-    def _find(self, chain: bytes) -> memoryview | None:
+    def _find(self, identity: bytes, chain: bytes) -> memoryview | None:
         if (kept := self._host.get(chain)) is not None:
             BLOCKS.labels("host").inc()
             return kept
-        content = self._directory.read(self._identity, chain)
+        content = self._directory.read(identity, chain)
         if content is None or len(content) != self._block_bytes:
             return None
         BLOCKS.labels("disk").inc()

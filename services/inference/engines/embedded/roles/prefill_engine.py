@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -16,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from forge.core.errors import DeadlineExceeded, ForgeError, NotFound
+from forge.core.placement.chains import PromptChains
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
 from services.inference.engines import tensor_bytes
@@ -25,9 +27,9 @@ from services.inference.engines.embedded.recurrent.read_states import MOST_STOPS
 from services.inference.engines.embedded.roles.early_reads import EarlyRead, EarlyReads
 from services.inference.engines.embedded.roles.held_prompts import HeldPrompts
 from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
-from services.inference.engines.embedded.roles.wiring import (
-    prefill_actor,
-)
+from services.inference.engines.embedded.roles.stored_reads import StoredReads
+from services.inference.engines.embedded.roles.wiring import prefill_actor, stored_kv
+from services.inference.engines.embedded.stored_kv import StoredPrefix
 from services.inference.engines.grammar_masks import Matcher
 
 _INLINE_BYTES = 1 << 18
@@ -55,6 +57,7 @@ class EmbeddedPrefill(RoleEngine):
             on_release=partial(self._work.add, -1),
         )
         self._early = EarlyReads()
+        self._stored_reads = _stored_reads(parts)
 
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
@@ -75,8 +78,10 @@ class EmbeddedPrefill(RoleEngine):
         try:
             with self._early.during(prompt.request_id) as early:
                 matcher = await self._grammars.matcher(prompt)
-                async with self._held.reading(prompt):
-                    held_prompt = await self._read(prompt, matcher, early, asked_s=now_s)
+                async with self._held.reading(prompt), self._stored(prompt) as stored:
+                    held_prompt = await self._read(
+                        prompt, matcher, early, stored=stored, asked_s=now_s
+                    )
                     self._held.hold(prompt, held_prompt, hold_s=hold_s)
                 early.finish(held_prompt)
         except BaseException:
@@ -84,8 +89,17 @@ class EmbeddedPrefill(RoleEngine):
             raise
         return held_prompt.prefilled
 
+    def _stored(self, prompt: Prompt) -> AbstractAsyncContextManager[StoredPrefix | None]:
+        return nullcontext() if self._stored_reads is None else self._stored_reads.during(prompt)
+
     async def _read(
-        self, prompt: Prompt, matcher: Matcher | None, early: EarlyRead, *, asked_s: float
+        self,
+        prompt: Prompt,
+        matcher: Matcher | None,
+        early: EarlyRead,
+        *,
+        stored: StoredPrefix | None,
+        asked_s: float,
     ) -> HeldPrompt:
         answer: asyncio.Future[HeldPrompt] = asyncio.get_running_loop().create_future()
 
@@ -105,6 +119,7 @@ class EmbeddedPrefill(RoleEngine):
                 deliver=deliver,
                 progress=early.advance,
                 matcher=matcher,
+                stored=stored,
             ),
             timeout_s=timeout_s,
         )
@@ -215,6 +230,18 @@ class EmbeddedPrefill(RoleEngine):
         return EngineStatus(
             version=self._policy.version, running=self._work.count - held, queued=held
         )
+
+
+def _stored_reads(parts: EngineParts) -> StoredReads | None:
+    """Reads of the store from the first block on that the prefix cache lacks."""
+    stored, block_tokens = stored_kv(parts.store, parts.policy), parts.options.block_tokens
+    if stored is None:
+        return None
+
+    def cached_tokens(ids: bytes) -> int:
+        return parts.cache_log.present(PromptChains(ids).of(block_tokens)) * block_tokens
+
+    return StoredReads(stored, parts.policy.kv_shape, cached_tokens=cached_tokens)
 
 
 async def _copied(values: torch.Tensor | None) -> bytes:

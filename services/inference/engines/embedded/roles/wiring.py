@@ -107,7 +107,7 @@ def prefill_actor(
     return PrefillActor(
         policy,
         cache,
-        _stored(store, policy),
+        stored_kv(store, policy),
         block_tokens=options.block_tokens,
         pass_tokens=options.pass_tokens or fitting,
         threads=options.threads,
@@ -138,7 +138,7 @@ def decode_actor(
     return DecodeActor(
         _decode_step(options, policy, cache, states, kv_bytes),
         cache,
-        _stored(store, policy),
+        stored_kv(store, policy),
         max_running=most,
         max_waiting=_MAX_WAITING,
         threads=options.threads,
@@ -205,5 +205,6 @@ def kv_store(options: EngineOptions, policy: Policy) -> KvStore | None:
     return KvStore(options.kv_store, token_bytes=StoredKv.token_bytes(policy.kv_shape))
 
 
-def _stored(store: KvStore | None, policy: Policy) -> StoredKv | None:
+def stored_kv(store: KvStore | None, policy: Policy) -> StoredKv | None:
+    """The store for tensors of this model; None without one."""
     return None if store is None else StoredKv(store, policy.kv_shape)

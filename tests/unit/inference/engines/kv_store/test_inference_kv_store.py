@@ -64,8 +64,9 @@ def blocks_of(store: KvStore, ids: bytes, *, from_token: int = 0) -> dict[int, b
     """The stored blocks, by their first token."""
     found: dict[int, bytes] = {}
 
-    def place(start: int, content: memoryview) -> None:
+    def place(start: int, content: memoryview) -> bool:
         found[start] = bytes(content)
+        return True
 
     tokens = len(ids) // TOKEN_BYTES
     present = store.read(ids, from_token=from_token, limit_tokens=tokens, place=place)
