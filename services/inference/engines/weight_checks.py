@@ -12,6 +12,7 @@ from services.inference.engines.tensor_bytes import NAMES, from_named
 
 DRAFT_PREFIX = "mtp."
 """Begins the names of draft heads, which are no weights of the model."""
+_NARROW = ("bfloat16", "float16")
 
 
 def match_names(
@@ -19,8 +20,10 @@ def match_names(
 ) -> list[str]:
     """Return the published name of each weight; tied weights may have any or all of their names.
 
-    Draft heads are left out. Raises UnfitWeights for missing and unknown names.
+    Draft heads are left out. Raises UnfitWeights for missing and unknown names, and for two types
+    of 16 bits: one of them would be read as the other.
     """
+    _check_narrow_types(tensors, version=version)
     known = {name for names in weights for name in names}
     unknown = sorted(
         name for name in tensors if name not in known and not name.startswith(DRAFT_PREFIX)
@@ -32,6 +35,17 @@ def match_names(
             f"unknown {unknown[:3]} ({len(missing)} and {len(unknown)} in all)"
         )
     return [next(name for name in names if name in tensors) for names in weights]
+
+
+def _check_narrow_types(tensors: Mapping[str, NamedTensor], *, version: int) -> None:
+    """A trainer has one such type; the probe may not notice one tensor of another."""
+    first: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype in _NARROW and not name.startswith(DRAFT_PREFIX):
+            first.setdefault(tensor.dtype, name)
+    if len(first) > 1:
+        places = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(first.items()))
+        raise UnfitWeights(f"weights {version} have two types of 16 bits: {places}")
 
 
 def check_tensor(
