@@ -239,7 +239,7 @@ class SampleEnd(_message.Message):
     details: _builtins.str
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The trailing metadata, as of Sample."""
+        """Trailing metadata of the call."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ _FINISH = {
 MAX_BIASES = 4096
 MAX_REPETITION_PENALTY = 10.0
 MAX_TOP_LOGPROBS = 20
-"""As in OpenAI's protocol."""
+"""Largest value of OpenAI's protocol."""
 _FROM_FINISH = {reason: finish for finish, reason in _FINISH.items()}
 
 

@@ -176,8 +176,8 @@ class InferenceConfig(ServiceConfig):
         return found
 
     def agreed(self) -> Mapping[str, str]:
-        """Routers send a request to any worker, prefill its keys and values to any decode. Each
-        serving group agrees by itself."""
+        """Return the settings that the workers of a serving group must share, because any of them
+        may serve any request."""
         group = self.serving_group
         model = agreed_model(self.model_path, scope=group)
         if self.role == "router":

@@ -35,7 +35,7 @@ class ReplayStats:
     choices: int = 0
     """Replayed tokens times layers."""
     changed_choices: int = 0
-    """Those for which the model's own choice differs."""
+    """Choices for which the model's own choice differs."""
     compared: int = 0
     """Trained tokens that were computed a second time, by the model's own choice."""
     gap: float = 0.0
@@ -122,7 +122,11 @@ def start_replay(model: Any, compute: Callable[[], Tensor]) -> Replay:
 
     name = type(model).__name__
     if not torch.allclose(replayed(own_LMK), plain, rtol=0, atol=1e-4):
-        raise InvalidArgument(f"{name} cannot replay experts: its own choice changes log-probs")
+        raise InvalidArgument(
+            f"{name} cannot replay experts: replaying the model's own routes changes log-probs"
+        )
     if torch.equal(replayed((own_LMK + 1) % shape.experts), plain):
-        raise InvalidArgument(f"{name} cannot replay experts: another choice changes no log-prob")
+        raise InvalidArgument(
+            f"{name} cannot replay experts: replaying other routes changes nothing"
+        )
     return Replay(shape)

@@ -65,7 +65,7 @@ class HandedStates:
     group: dist.ProcessGroup
     rank: int
     places: Sequence[Sequence[int]]
-    """Those of `handed_places`."""
+    """Result of `handed_places`: the layout indices that each rank hands out."""
     prefix: Sequence[int]
     """Layout index of each token of this rank's prefix."""
     start: int
@@ -77,7 +77,8 @@ class HandedStates:
 
     @property
     def wanted(self) -> frozenset[int]:
-        """Its own tokens, in its layout with the prefix, whose states other ranks begin with."""
+        """Own tokens whose states other ranks need to begin, as indices of this rank's layout with
+        the prefix."""
         shift = len(self.prefix) - self.start
         return frozenset(place + shift for place in self.places[self.rank])
 

@@ -343,8 +343,8 @@ def _own_experts(
     that chose them."""
     if weights_TK.shape != experts_TK.shape:
         raise InvalidArgument(
-            f"mesh.tp = {dist.get_world_size(group)} is not allowed: {type(module).__name__} takes "
-            "a weight of every expert"
+            f"mesh.tp = {dist.get_world_size(group)} is not allowed: {type(module).__name__} needs "
+            "routing weights of all experts on each rank"
         )
     states_TC = entered(states.reshape(-1, states.shape[-1]), group)
     weights_TK = entered(weights_TK, group)

@@ -140,7 +140,7 @@ class Prefilled:
     queue_s: float
     prefill_s: float
     stored_tokens: int = 0
-    """Those of `cached_tokens` that came from the KV store."""
+    """Part of `cached_tokens` that came from the KV store."""
     stored_s: float = 0.0
     """The part of `prefill_s` in which they were read."""
 
@@ -186,8 +186,8 @@ class Piece:
     queue_s: float = 0.0
     decode_s: float = 0.0
     cached_tokens: int = 0
-    """Tokens of the prompt from the prefix cache, on the first piece of
-    `AggregatedEngine.generate`, which has `queue_s`, too."""
+    """Prompt tokens from the prefix cache; `AggregatedEngine.generate` sets it on the first piece,
+    as `queue_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +231,7 @@ class RefusedHandOff(Unavailable):
 
 
 class OtherWeights(RefusedHandOff):
-    """They continue a prefix that other weights have computed: fetch them from token 0."""
+    """Keys and values of a hand-off continue a prefix of other weights: fetch them from token 0."""
 
 
 class BrokenWeights(ForgeError):

@@ -99,7 +99,7 @@ class GrammarMatcher:
             )
 
     def copy(self) -> GrammarMatcher:
-        """As `Matcher.copy`."""
+        """Return a matcher at the same token of the grammar."""
         return GrammarMatcher(
             self._matcher.deep_copy(), stop_ids=self._stop_ids, stop=self._stop, end=self._end
         )
@@ -114,7 +114,7 @@ class LengthMatcher:
         self._stop = stop
 
     def fill(self, mask: Words) -> None:
-        """As `Matcher.fill`."""
+        """Write the mask of allowed next tokens, without stop tokens before `least`."""
         if self._inner is None:
             mask[:] = ~np.uint32(0)
         else:
@@ -127,18 +127,18 @@ class LengthMatcher:
                 )
 
     def advance(self, token: int) -> None:
-        """As `Matcher.advance`."""
+        """Count a sampled token; `inner` takes it."""
         self._left -= 1
         if self._inner is not None:
             self._inner.advance(token)
 
     def check(self) -> None:
-        """As `Matcher.check`."""
+        """Raises what `inner.check` raises."""
         if self._inner is not None:
             self._inner.check()
 
     def copy(self) -> LengthMatcher:
-        """As `Matcher.copy`."""
+        """Return a matcher with the same tokens left, and a copy of `inner`."""
         inner = None if self._inner is None else self._inner.copy()
         return LengthMatcher(inner, least=self._left, stop=self._stop)
 

@@ -70,7 +70,7 @@ async def _changes(channels: Channels, address: str) -> Any:
     try:
         async for response in call:
             if response.sequence != expected:
-                raise DataLoss(f"response {response.sequence} of the cache came for {expected}")
+                raise DataLoss(f"cache response {expected} expected, {response.sequence} received")
             expected += 1
             yield kv_codec.read_cache_change(response)
     except grpc.aio.AioRpcError as error:

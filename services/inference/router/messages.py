@@ -91,7 +91,7 @@ class PlaceDecode:
     read_by: Worker | None = None
     """The worker that has read the prompt."""
     early: bool = False
-    """It still reads it: only a worker that takes early hand-offs from it."""
+    """`read_by` still reads the prompt: only a worker that takes early hand-offs from it."""
     needs: Needs = NO_NEEDS
     placement: Placement = field(default_factory=Placement)
 

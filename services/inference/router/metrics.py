@@ -11,9 +11,10 @@ MOVED_REQUESTS = counter(
 )
 STARTED_OVER = counter(
     "forge_inference_requests_started_over_total",
-    "Answers that no available engine could resume unchanged, by reason: draws, shares or model "
-    "(the tokens so far became part of the prompt), grammar or penalties (sampled again from the "
-    "first token).",
+    "Answers that no available engine could resume unchanged, by reason. Continued, with the "
+    "tokens so far in the prompt: model = the engine has another model, draws = its draws differ "
+    "for the request's seed, shares = it reports no shares of a reshaped distribution. Sampled "
+    "again from the first token: grammar or penalties = no engine could resume their state.",
     ["reason"],
 )
 ENGINE_REQUESTS = counter(
@@ -23,14 +24,14 @@ ENGINE_REQUESTS = counter(
 )
 OLDER_WEIGHTS = counter(
     "forge_inference_older_weights_total",
-    "Placements of answers on workers with older weights than those of an earlier token, after "
-    "router.version_wait_s.",
+    "Placements of answers on workers with older weights than an earlier token's, because no newer "
+    "worker was free within router.version_wait_s.",
 )
 EARLY_DECODES = counter(
     "forge_inference_early_decodes_total",
-    "Decodes that began with the prefill of their prompt, by outcome: used, dropped (the caller "
-    "left, the prefill failed or ended the answer, or swapped before) or failed (the attempt "
-    "continued without it).",
+    "Decodes that began with the prefill of their prompt, by outcome: used = it sampled the "
+    "answer, dropped = the caller left, or the prefill failed, ended the answer or swapped weights "
+    "before, failed = the attempt continued without it.",
     ["outcome"],
 )
 QUEUED_REQUESTS = gauge("forge_inference_queued_requests", "Requests waiting in the router.")

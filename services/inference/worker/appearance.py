@@ -23,7 +23,7 @@ class Appearance:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Keep the entry until `end`. Without etcd, or a permission, there is none."""
+        """Keep the entry until `end`; does nothing without etcd or permission."""
         try:
             address = await self._context.until_listening()
             registration = await self._context.coordinator.register(

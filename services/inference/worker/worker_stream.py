@@ -122,7 +122,7 @@ class _WorkerStream(ServedStream):
         self._unread.pop(call, None)
 
     def forget(self, call: int) -> None:
-        """As `before_end`."""
+        """Forget what the router has not read of a cancelled call, and the wait for its reads."""
         self._unread.pop(call, None)
         self._reads.pop(call, None)
 

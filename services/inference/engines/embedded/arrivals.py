@@ -26,7 +26,7 @@ class Arrivals:
         return fetched.to(self._policy.device)
 
     def recurrent(self, span: KvSpan) -> torch.Tensor | None:
-        """As of HeldPrompt."""
+        """Recurrent states of the span, as `HeldPrompt.recurrent`."""
         if isinstance(span.kept, HeldPrompt):
             return span.kept.recurrent
         if not span.recurrent:

@@ -52,7 +52,7 @@ class _Acceptance:
     """Counts by head."""
 
     offered: list[int] = field(default_factory=list)
-    """Drafts behind accepted drafts alone."""
+    """Drafts whose earlier drafts were all accepted."""
     accepted: list[int] = field(default_factory=list)
 
     def count(self, head: int, *, accepted: bool) -> None:

@@ -26,7 +26,7 @@ class EmbeddedBoth(EmbeddedPrefill, EmbeddedDecode):
 
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
-        """As `RoleEngine.make_actor`."""
+        """Return the actor that reads prompts and samples."""
         options, policy, store = parts.options, parts.policy, parts.store
         kv_bytes = cls.running_bytes(options)
         cache = parts.prefix_cache(resumes=cls.resumes)

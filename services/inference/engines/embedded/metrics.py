@@ -11,12 +11,13 @@ DRAFTED = counter(
 )
 ACCEPTED = counter(
     "forge_inference_accepted_drafts_total",
-    "Drafts that decode accepted, by head from 1; it accepted the drafts before them, too.",
+    "Accepted drafts by head, from 1; only after accepted earlier drafts.",
     ["head"],
 )
 DRAFT_DEPTH = gauge(
     "forge_inference_draft_depth",
-    "Tokens drafted per sequence and step at the present load; 0: drafts do not pay.",
+    "Tokens drafted per sequence and step at the present load; 0: drafting is off because it gains "
+    "too little.",
 )
 DRAFT_GAIN = gauge(
     "forge_inference_draft_gain",

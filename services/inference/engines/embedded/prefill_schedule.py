@@ -35,7 +35,7 @@ class Reading:
     cached: int
     """Tokens whose keys and values came from the prefix cache or the KV store."""
     stored: int = 0
-    """Those of the cached tokens that the KV store had."""
+    """Part of the cached tokens that the KV store had."""
     stored_s: float = 0.0
     source: Reading | None = None
     """An earlier reading that shares the first `shared` tokens."""
@@ -45,7 +45,7 @@ class Reading:
     filled: int = 0
     """Tokens whose keys and values are in `kv`; those of the source come with the first pass."""
     compute_s: float = 0.0
-    """Its share of the time of its passes."""
+    """The reading's share of the time of its passes."""
     logits: torch.Tensor | None = None
     """Logits of the last computed token, shape [vocabulary]."""
     state: torch.Tensor | None = None

@@ -32,7 +32,7 @@ class Arrived:
     pinned: bool
     """Whether `cached` has a pin of its own, beside those of the sequence's `prompt_blocks`."""
     recurrent: torch.Tensor | None = None
-    """As of HeldPrompt."""
+    """Recurrent states, as `HeldPrompt.recurrent`."""
 
     @property
     def nbytes(self) -> int:

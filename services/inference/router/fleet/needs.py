@@ -38,7 +38,7 @@ class Needs:
     """Needs of one request, with its tokens so far."""
 
     sampling: Sampling | None = None
-    """As asked, without the tokens so far; None: needs nothing."""
+    """Sampling parameters of the request, without the tokens so far; None: needs nothing."""
     seeded: bool = False
     """The caller has set the seed of random draws."""
     sampled_tokens: int = 0

@@ -46,7 +46,7 @@ class OpenCalls:
 
     @contextmanager
     def during(self, call: Call) -> Iterator[None]:
-        """Around the wait for a call. Raises WorkerLost if the worker is lost meanwhile."""
+        """Context manager of a pending call. Raises WorkerLost if the worker is lost meanwhile."""
         self._calls.add(call)
         if self.lost:
             call.cancel()

@@ -89,9 +89,9 @@ class Worker:
     """Capacity of the KV store that it shares; 0: none."""
     reports_cache: bool = False
     prefills_in_decode: bool = False
-    """It reads and samples in one call."""
+    """The worker reads and samples in one call."""
     serves_stream: bool = False
-    """It takes its calls on one kept stream."""
+    """The worker takes its calls on one kept stream."""
     draining: bool = False
     """An operator drains it."""
     calls: OpenCalls = field(default_factory=OpenCalls)

@@ -63,7 +63,7 @@ class PromptLayers:
         return float((found_NV - expected_NV).abs().mean())
 
     def _logprobs(self) -> torch.Tensor:
-        """Those of one prompt, by a pass like all others: the kind of a pass is compiled in."""
+        """Log-probs of one prompt, by a pass like all others: the kind of a pass is compiled in."""
         shape, device = self._policy.kv_shape, self._policy.device
         ids = [7 * place % self._policy.limits.vocabulary for place in range(_CHECK_TOKENS)]
         prompt = Prompt(

@@ -1,9 +1,10 @@
 """One shape of keys and values for attention layers of any numbers and shapes.
 
-The memory of the engine has layers 0, 1, ... with the same heads. A model's attention layers may
-lie between others, share their numbers, or have unlike heads: they get numbers in the order of a
-pass, heads are repeated for fewer query heads each, and vectors are filled with zeros. Both change
-neither scores nor sums; both cost memory.
+The memory of the engine has layers 0, 1, ..., all with the same number and size of heads. A model's
+attention layers may have gaps in their numbers, share a number, or differ in their heads. They get
+new numbers in the order of a pass; a layer with fewer heads repeats them, and shorter vectors end
+with zeros, which costs memory and changes no result. Example: layers with 2 heads of 64 and 4 heads
+of 128 become layers of 4 heads of 128; the first stores each head twice, with 64 zeros.
 
 Shape suffixes as in kv/attention.py.
 """
@@ -29,7 +30,7 @@ class Fit:
     groups: int
     """Query heads of a key-value head, of the last layer."""
     is_plain: bool
-    """Whether all layers have it, and the numbers of their order."""
+    """True if every attention layer has this shape, and its number is its place in a pass."""
 
 
 class FittedPass:

@@ -39,7 +39,7 @@ class SlabRow:
     """Tokens that fit; of extents alone."""
     slab: Slab = field(init=False)
     row: int = field(init=False)
-    """Its number in its slab, or its first token among extents."""
+    """The row's number in its slab, or its first token among extents."""
 
 
 Row = TypeVar("Row", bound=SlabRow)

@@ -15,8 +15,8 @@ def host_copy(received: torch.Tensor, served: torch.dtype) -> torch.Tensor:
 
 
 def overwrite(served: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy pinned tensors to the served ones, in the order of the device's work; no tensors change
-    nothing. They must stay until the device has done it."""
+    """Copy pinned tensors to the served ones on the device's stream; no tensors change nothing.
+    Keep the tensors until the device has finished."""
     if not tensors:
         return
     for target, tensor in zip(served, tensors, strict=True):

@@ -39,7 +39,7 @@ class EmbeddedDecode(RoleEngine):
 
     role = "decode"
     held_share: ClassVar[float] = 0.0
-    """As of `EmbeddedPrefill`."""
+    """Share of the memory for held prompts, as in `EmbeddedPrefill`."""
     resumes = False
 
     def __init__(self, parts: EngineParts, actor: ActorRef) -> None:
@@ -54,7 +54,7 @@ class EmbeddedDecode(RoleEngine):
 
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
-        """As `RoleEngine.make_actor`."""
+        """Return the actor that samples."""
         options = parts.options
         return decode_actor(
             options,

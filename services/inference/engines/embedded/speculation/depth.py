@@ -22,7 +22,7 @@ TRIALS = 3
 PROBE_STEPS = 64
 """One step in so many has another depth than the chosen one, to measure it again."""
 LEAST_GAIN = 1.03
-"""Drafts must pay so much: measured times are not exact."""
+"""Least measured speed-up for which drafting stays on: measured times are not exact."""
 _MEMORY_DRAFTS = 500.0
 _NEW_SHARE = 0.15
 """Weight of a new time in the mean."""

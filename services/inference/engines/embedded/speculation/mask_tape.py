@@ -28,7 +28,7 @@ class MaskTape:
         self._matcher.advance(token)
 
     def check(self) -> None:
-        """As `Matcher.check`."""
+        """Raises what the matcher's `check` raises."""
         self._matcher.check()
 
     def copy(self) -> MaskTape:

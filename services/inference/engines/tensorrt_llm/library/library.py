@@ -35,12 +35,12 @@ class Found:
     root: Path
     version: str
     surface: Surface
-    """Its part of the surface of its version."""
+    """The library's part of the surface of its version."""
     differences: Sequence[Difference]
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Its features."""
+        """Features of the installed library."""
         return self.surface.features()
 
 
@@ -73,7 +73,7 @@ class Library:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Its features."""
+        """Features of the installed library."""
         return self.surface.features()
 
 
