@@ -5,7 +5,8 @@ the log-prob of each sampled token in the model's own distribution. Requests ask
 their `extra_args`. Written for vLLM's first model runner. Not here: grammars and penalties of
 answers that begin in this engine, which are vLLM's.
 
-Shape suffixes: R rows, V vocabulary, K log-probs of a row.
+Shape suffixes: R rows, A rows that ask for the log-prob in their own distribution, V vocabulary, K
+log-probs of a row, T tokens, W words of a mask, B its bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from vllm import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d, make_tensor_with_pad
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.sampler import Sampler
 
 from forge.core.errors import ForgeError
@@ -30,6 +33,7 @@ from services.inference.engines.base import Grammar
 from services.inference.engines.grammar_masks import (
     MAX_COMPILED,
     GrammarMatcher,
+    Words,
     begin_answer,
     compile_grammar,
     load_tokenizer,
@@ -46,57 +50,112 @@ class _Row:
     ) -> None:
         self.orders = orders
         self.failed = False
+        self.follows_grammar = matcher is not None
         self._prompt = prompt
         self._sampled = sampled
         """vLLM's own list: it grows with each step."""
         self._matcher = matcher
         self._matched = 0
 
-    def apply(self, logits_V: torch.Tensor) -> None:
-        """Change the logits of the next token in place."""
+    @property
+    def forced(self) -> int | None:
+        """The next token, if prefill has sampled it."""
+        first = self.orders.first
+        return first[len(self._sampled)] if len(self._sampled) < len(first) else None
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether penalties change its logits."""
         orders = self.orders
-        if len(self._sampled) < len(orders.first):
-            logits_V.fill_(-torch.inf)
-            logits_V[orders.first[len(self._sampled)]] = 0.0
-            return
-        if self._matcher is not None:
-            self._mask(self._matcher, logits_V)
-        if orders.presence or orders.frequency or orders.repetition != 1:
-            self._penalize(logits_V)
+        return bool(orders.presence or orders.frequency or orders.repetition != 1)
+
+    def before(self) -> list[int]:
+        """Return the tokens of the prompt before the answer."""
+        return self._prompt[: len(self._prompt) - self.orders.answered]
+
+    def answer(self) -> list[int]:
+        """Return the tokens that presence and frequency count."""
+        return self._last(self.orders.answered)
 
     def _last(self, count: int) -> list[int]:
         """The last tokens of the prompt, and all sampled ones."""
         return self._prompt[len(self._prompt) - count :] + self._sampled
 
-    def _mask(self, matcher: GrammarMatcher, logits_V: torch.Tensor) -> None:
+    def fill(self, words: Words) -> None:
+        """Write the tokens that its grammar allows; all of them once it cannot be followed."""
+        if self._matcher is None:
+            return
         answer = self._last(self.orders.matched)
         for token in answer[self._matched :]:
-            matcher.advance(token)
+            self._matcher.advance(token)
         self._matched = len(answer)
-        words = np.zeros(mask_words(len(logits_V)), dtype=np.uint32)
         try:
-            matcher.fill(words)
+            self._matcher.fill(words)
         except ForgeError as error:
             # The worker ends the request: an exception here would end vLLM.
             self.failed = True
+            words[:] = ~np.uint32(0)
             log.warning("grammar_not_followed", error=str(error))
-            return
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(logits_V)]
-        allowed_V = torch.from_numpy(bits).to(logits_V.device).bool()
-        logits_V.masked_fill_(~allowed_V, -torch.inf)
 
-    def _penalize(self, logits_V: torch.Tensor) -> None:
-        """As vLLM does it: repetition, frequency, presence."""
-        orders = self.orders
-        device = logits_V.device
-        if orders.repetition != 1:
-            seen = torch.unique(torch.tensor(self._prompt + self._sampled, device=device))
-            seen_S = logits_V[seen]
-            factor = orders.repetition
-            logits_V[seen] = torch.where(seen_S > 0, seen_S / factor, seen_S * factor)
-        answer = torch.tensor(self._last(orders.answered), dtype=torch.long, device=device)
-        counts_V = torch.bincount(answer, minlength=len(logits_V))
-        logits_V -= orders.frequency * counts_V + orders.presence * (counts_V > 0)
+
+class _Penalized:
+    """The rows of a batch with penalties, on its device."""
+
+    def __init__(self, rows: dict[int, _Row], vocabulary: int, device: torch.device) -> None:
+        self.rows = {place: row for place, row in rows.items() if row.is_penalized}
+        orders = [row.orders for row in self.rows.values()]
+        self.places_R = async_tensor_h2d([*self.rows], device, torch.long)
+        before = [row.before() for row in self.rows.values()]
+        before_RT = make_tensor_with_pad(before, vocabulary, torch.long, device="cpu")
+        self.before_RT = async_tensor_h2d(before_RT, device)
+        """Padded with a token that the vocabulary does not have."""
+        self.presence_R = _floats([one.presence for one in orders], device)
+        self.frequency_R = _floats([one.frequency for one in orders], device)
+        self.repetition_R = _floats([one.repetition for one in orders], device)
+
+    def apply(self, logits_RV: torch.Tensor) -> None:
+        """Change the logits in place."""
+        if not self.rows:
+            return
+        logits_RV[self.places_R] = apply_all_penalties(
+            logits_RV[self.places_R],
+            self.before_RT,
+            self.presence_R,
+            self.frequency_R,
+            self.repetition_R,
+            [row.answer() for row in self.rows.values()],
+        )
+
+
+def _floats(values: list[float], device: torch.device) -> torch.Tensor:
+    made: torch.Tensor = async_tensor_h2d(values, device, torch.float32)
+    return made
+
+
+def _mask(logits_RV: torch.Tensor, rows: dict[int, _Row]) -> None:
+    """Remove tokens that grammars do not allow, in place."""
+    if not rows:
+        return
+    vocabulary, device = logits_RV.shape[1], logits_RV.device
+    words_RW = np.zeros((len(rows), mask_words(vocabulary)), dtype=np.uint32)
+    for words_W, row in zip(words_RW, rows.values(), strict=True):
+        row.fill(words_W)
+    bytes_RB = async_tensor_h2d(words_RW.view(np.uint8), device)
+    # The lowest bit is the first token's.
+    bits_RB8 = bytes_RB[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+    removed_RV = bits_RB8.flatten(1)[:, :vocabulary] == 0
+    places_R = async_tensor_h2d([*rows], device, torch.long)
+    logits_RV[places_R] = logits_RV[places_R].masked_fill(removed_RV, -torch.inf)
+
+
+def _force(logits_RV: torch.Tensor, tokens: dict[int, int]) -> None:
+    """Leave one token to each of these rows, in place."""
+    if not tokens:
+        return
+    device = logits_RV.device
+    places_R = async_tensor_h2d([*tokens], device, torch.long)
+    logits_RV[places_R] = -torch.inf
+    logits_RV[places_R, async_tensor_h2d([*tokens.values()], device, torch.long)] = 0.0
 
 
 class AnswerLogits(LogitsProcessor):  # type: ignore[misc]
@@ -105,6 +164,8 @@ class AnswerLogits(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, _Row] = {}
         """By their place in the batch."""
+        self._penalized: _Penalized | None = None
+        """None after a change of the batch."""
         self._model_path: str = vllm_config.model_config.model
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         self._tokenizer: LLTokenizer | None = None
@@ -116,12 +177,19 @@ class AnswerLogits(LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: Any) -> None:
         """Follow the batch."""
-        process_dict_updates(self.rows, batch_update, self._new_row)
+        if process_dict_updates(self.rows, batch_update, self._new_row):
+            self._penalized = None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the orders in place."""
-        for place, row in self.rows.items():
-            row.apply(logits[place])
+        """Apply the orders in place, to all rows at once: on a GPU each value that the host reads
+        or copies row by row would stop the step."""
+        forced = {p: token for p, row in self.rows.items() if (token := row.forced) is not None}
+        free = {place: row for place, row in self.rows.items() if place not in forced}
+        _mask(logits, {place: row for place, row in free.items() if row.follows_grammar})
+        if self._penalized is None:
+            self._penalized = _Penalized(self.rows, logits.shape[1], logits.device)
+        self._penalized.apply(logits)
+        _force(logits, forced)
         return logits
 
     def _new_row(
@@ -207,17 +275,22 @@ def _with_own(
     temperature_R: torch.Tensor | None,
 ) -> LogprobsTensors:
     """Put the entry `OWN` behind that of the sampled token, in place of the least likely one."""
+    device = own_logits_RV.device
+    places_A = async_tensor_h2d([*rows], device, torch.long)
     ids_RK, logprobs_RK = found.logprob_token_ids.clone(), found.logprobs.clone()
-    for place, row in rows.items():
-        own = 0.0
-        heat = 0.0 if temperature_R is None else float(temperature_R[place])
-        if row.failed:
-            own = -torch.inf
-        # A greedy row has no distribution.
-        elif heat > 0:
-            scaled_V = own_logits_RV[place].float() / heat
-            own = float(scaled_V.log_softmax(-1)[ids_RK[place, 0]])
-        for columns_RK, value in ((ids_RK, OWN), (logprobs_RK, own)):
-            columns_RK[place, 2:] = columns_RK[place, 1:-1].clone()
-            columns_RK[place, 1] = value
+    own_A = torch.zeros(len(rows), device=device)
+    # A greedy row has no distribution.
+    if temperature_R is not None:
+        heat_A1 = temperature_R[places_A, None]
+        drawn_A1 = heat_A1 > 0
+        scaled_AV = own_logits_RV[places_A].float() / heat_A1.where(drawn_A1, 1.0)
+        sampled_A1 = ids_RK[places_A, :1].long()
+        logprobs_A1 = scaled_AV.log_softmax(-1).gather(-1, sampled_A1)
+        own_A = logprobs_A1.where(drawn_A1, 0.0)[:, 0]
+    failed_A = async_tensor_h2d([row.failed for row in rows.values()], device, torch.bool)
+    own_A = own_A.masked_fill(failed_A, -torch.inf)
+    for columns_RK, value in ((ids_RK, OWN), (logprobs_RK, own_A)):
+        columns_AK = columns_RK[places_A]
+        columns_RK[places_A, 2:] = columns_AK[:, 1:-1]
+        columns_RK[places_A, 1] = value
     return found._replace(logprob_token_ids=ids_RK, logprobs=logprobs_RK)
