@@ -26,7 +26,7 @@ MOST_TOP_LOGPROBS = 20
 _LEAST_PASS_TOKENS = 2048
 _WEIGHTLESS_DRAFTS = ("ngram", "suffix", "custom_class")
 _CPU_BLOCK_TOKENS = 32
-_DEVICES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_DEVICES = ("tensor_parallel_size", "pipeline_parallel_size")
 _DELTA_NET = "linear_key_head_dim"
 """In the config of a model with gated delta nets, for example Qwen 3 Next."""
 _ENVIRONMENT = {
@@ -292,6 +292,12 @@ def _check_options(options: EngineOptions, role: Role) -> None:
     if options.kv_store is not None:
         raise ConfigError("kv.store_dir: the engine vllm shares no keys and values; leave it empty")
     _check_drafts(options)
+    replicas = options.extra.get("data_parallel_size", 1)
+    if replicas != 1:
+        raise ConfigError(
+            f"engine_options.data_parallel_size = {replicas}: a worker is one replica of the "
+            "model; leave it out and start more workers"
+        )
     if options.extra.get("enable_return_routed_experts"):
         raise ConfigError(
             "engine_options.enable_return_routed_experts: vLLM records experts in its second model "
