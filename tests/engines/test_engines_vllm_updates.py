@@ -23,7 +23,7 @@ from tests.contract.engines import GREEDY, Answer, Pair, is_greedy, prompt_ids, 
 from tests.support.runtime.waiting import until
 
 pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
-_COPY_S = 60.0
+_COPY_S = 240.0
 """Longest wait of a copy for an answer; it ends at once when the event loop is free."""
 
 
