@@ -17,12 +17,14 @@ rotary embeddings in fp32 whatever the type, hence errors of about 1e-7.
 
 `served` is what the embedded engine makes of the same small model, through both roles: exact or
 refused. Its error is the largest of a log-prob, in nats, over whole distributions, against the
-model's own forward on each sequence alone; the likeliest tokens are then equal too.
+model's own forward on each sequence alone. `greedy` says whether every greedy answer is that of the
+model's own forward.
 
 Each finished row is kept in `.forge/families.jsonl`. A run that is interrupted or repeated computes
 only the rows that are missing for this code and these versions of Python, torch and transformers.
 
-Exit code 1 if a family that is trained has an error above its type's tolerance, or failed.
+Exit code 1 if a family that is trained has an error above its type's tolerance, or failed, or if
+greedy answers of a family that is served are unlike.
 """
 
 from __future__ import annotations
@@ -62,9 +64,10 @@ The models are small copies of each family with random weights. `benchmarks/fami
 | within, beyond | all tokens are within every window and rotary threshold of the small copy, or beyond them |
 | served | whether the embedded engine runs the model |
 | log-prob | largest error of the engine's log-probs, in nats |
+| greedy | whether the engine's greedy answers are those of the model's own forward |
 
-| family | trained | loss, within | gradient, within | loss, beyond | gradient, beyond | served | log-prob | why not merged | why not served |
-|---|---|---|---|---|---|---|---|---|---|
+| family | trained | loss, within | gradient, within | loss, beyond | gradient, beyond | served | log-prob | greedy | why not merged | why not served |
+|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
 
@@ -114,8 +117,13 @@ def counts_of(findings: Mapping[str, Row]) -> str:
 def _served(row: Row) -> str:
     """The cells of the engine."""
     if row.served.refusal:
-        return "refused | "
-    return f"yes | {row.served.error:.1e}"
+        return "refused |  | "
+    return f"yes | {row.served.error:.1e} | {'equal' if row.served.greedy_equal else 'UNLIKE'}"
+
+
+def is_wrong(row: Row) -> bool:
+    """Whether a family that is trained or served has a wrong result."""
+    return not row.trained.exact or not (row.served.refusal or row.served.greedy_equal)
 
 
 def _cells(finding: Finding) -> list[str]:
@@ -133,7 +141,7 @@ def _key(way: str) -> str:
 def table(wanted: Sequence[Family], finished: FinishedRows) -> dict[str, Row]:
     """Compute the rows that are not finished, and print each."""
     head = "".join(f"{key:>17}" for key in ERRORS)
-    print(f"{'family':<30}{'trained':<13}{head}  {'served':<17}  why")
+    print(f"{'family':<30}{'trained':<13}{head}  {'served':<23}  why")
     findings = {}
     with progress_bar() as progress:
         bar = progress.add_task("families", total=len(wanted))
@@ -153,9 +161,9 @@ def _line(name: str, row: Row) -> str:
     finding = row.trained
     errors = "".join(f"{cell:>17}" for cell in _cells(finding))
     mark = "" if finding.exact else "WRONG "
-    served = _served(row).replace(" | ", " ")
+    served = _served(row).replace(" |", "")
     why = "; not served: ".join(filter(None, (f"{mark}{finding.reason}", row.served.refusal)))
-    return f"{name:<30}{finding.way:<13}{errors}  {served:<17}  {why}"
+    return f"{name:<30}{finding.way:<13}{errors}  {served:<23}  {why}"
 
 
 def main() -> int:
@@ -176,7 +184,7 @@ def main() -> int:
     numbers = {
         key: value for name, row in findings.items() for key, value in numbers_of(name, row).items()
     }
-    wrong = [name for name, one in findings.items() if not one.trained.exact]
+    wrong = [name for name, one in findings.items() if is_wrong(one)]
     print(f"{counts_of(findings)}; wrong: {', '.join(wrong) or 'none'}")
     keep({**numbers, "families": len(findings), "wrong": len(wrong)}, options.json)
     if options.markdown is not None:

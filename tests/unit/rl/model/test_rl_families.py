@@ -189,6 +189,27 @@ def test_families_command_fails_for_a_wrongly_trained_family(
     assert json.loads(numbers.read_text())["llama.grad_err_beyond"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("verdict", "code", "cells"),
+    [
+        (Verdict(error=1e-6, greedy_equal=True), 0, "yes | 1.0e-06 | equal"),
+        (Verdict(error=1e-6, greedy_equal=False), 1, "yes | 1.0e-06 | UNLIKE"),
+        (Verdict(refusal="no", error=4.0, greedy_equal=False), 0, "refused |  | "),
+    ],
+)
+def test_families_command_fails_on_unlike_greedy_answers(
+    verdict: Verdict, code: int, cells: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a family that is served; a refused one gives no wrong answer. The page has a column."""
+    monkeypatch.setattr(command, "examine", lambda _: Finding(way="alone", errors=(0.0,) * 4))
+    monkeypatch.setattr(command, "serve", lambda _: verdict)
+    page = tmp_path / "page.md"
+    argv = ["families", "--only", "llama", "--markdown", str(page)]
+    monkeypatch.setattr(sys, "argv", [*argv, "--finished", str(tmp_path / "rows.jsonl")])
+    assert command.main() == code
+    assert f" | {cells} |" in page.read_text()
+
+
 def test_families_command_continues_after_an_interruption(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
