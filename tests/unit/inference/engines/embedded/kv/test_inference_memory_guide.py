@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from services.inference.engines.embedded.model.policy import Policy, _built
 PAGE = Path(__file__).parents[6] / "docs/inference.md"
 NARROW = {"hidden_size": 64, "intermediate_size": 16, "vocab_size": 32}
 """Sizes on which keys and values do not depend."""
-MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
+MODELS: dict[str, tuple[Any, dict[str, int]]] = {
     "Qwen3-0.6B": (
         Qwen3Config,
         {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
@@ -65,7 +66,7 @@ def weight_bytes(config: PretrainedConfig) -> int:
     return sum(one.nbytes for one in served.values())
 
 
-def narrow_policy(kind: type[PretrainedConfig], sizes: dict[str, object], folder: Path) -> Policy:
+def narrow_policy(kind: Any, sizes: dict[str, int], folder: Path) -> Policy:
     """The engine's model with keys and values of these sizes, and little else."""
     small = {"moe_intermediate_size": 8} if kind is Qwen3MoeConfig else {}
     kind(**{**sizes, **NARROW, **small}).save_pretrained(folder)
