@@ -43,6 +43,7 @@ from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixe
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.kv.state_rows import StateRows
 from services.inference.engines.embedded.messages import HeldPrompt, Join, Read, Reserve
+from services.inference.engines.embedded.model.failures import reason_of
 from services.inference.engines.embedded.model.policy import Policy, read_config
 from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.embedded.sequences import DecodeSequence
@@ -131,7 +132,7 @@ def examine(config: Any, *, context_tokens: int = 0) -> Verdict:
     except InvalidArgument as error:
         return Verdict(refusal=f"{name}: {error}")
     except Exception as error:
-        return Verdict(refusal=f"{name}: a small copy's pass fails: {one_line(error)}")
+        return Verdict(refusal=f"{name}: a small copy cannot run: {reason_of(error)}")
     worst = float(torch.tensor([one for _, one, _ in found]).max())
     equal = all(same for _, _, same in found)
     for place, apart, _ in found:

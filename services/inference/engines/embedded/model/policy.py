@@ -30,6 +30,7 @@ from services.inference.engines.embedded.kv.attention import KvPass
 from services.inference.engines.embedded.kv.fitting import Fit, FittedPass, Recorder
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.model.device_weights import host_copy, overwrite
+from services.inference.engines.embedded.model.failures import reason_of
 from services.inference.engines.embedded.model.head import DraftHeads, ModelHead
 from services.inference.engines.embedded.model.packed_linears import (
     Packed,
@@ -190,7 +191,9 @@ class Policy:
             with torch.inference_mode():
                 self.forward(one, one, recorder)
         except TypeError as error:
-            raise InvalidArgument(f"the embedded engine cannot run this model: {error}") from error
+            raise InvalidArgument(
+                f"the embedded engine cannot run this model: {reason_of(error)}"
+            ) from error
         fit, states = recorder.fit(), self._recurrent.measure()
         if fit is None and states is None:
             raise InvalidArgument(

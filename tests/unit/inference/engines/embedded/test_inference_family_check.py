@@ -64,6 +64,32 @@ def test_family_that_would_be_served_wrongly_is_refused(name: str, difference: s
     assert "\n" not in verdict.refusal
 
 
+@pytest.mark.parametrize(
+    ("name", "reason", "place"),
+    [
+        (
+            "nemotron",
+            "do not hand the engine's arguments on to their attention",
+            "TypeError in modeling_nemotron.py, line ",
+        ),
+        (
+            "deepseek_v32",
+            "fail without a cache of transformers",
+            "TypeError in modeling_deepseek_v32.py, line ",
+        ),
+        ("whisper", "gives something else than the engine asks for", "ValueError in prefill.py"),
+    ],
+)
+def test_family_whose_code_fails_is_refused_in_plain_words(
+    name: str, reason: str, place: str
+) -> None:
+    """The reason and the place in the code, without Python's own text."""
+    refusal = examine(FAMILIES[name].config()).refusal
+    assert reason in refusal
+    assert refusal.endswith(")") and f"({place}" in refusal
+    assert not any(text in refusal for text in ("kv_pass", "NoneType", "zip"))
+
+
 def test_refusal_names_the_context_that_can_be_served(tmp_path: Path) -> None:
     """A rotary embedding that changes beyond a length is exact below it."""
     FAMILIES["phi3, longrope rotary"].config().save_pretrained(tmp_path)
