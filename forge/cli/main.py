@@ -334,14 +334,20 @@ def model_export(
     source: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
     out: Annotated[Path, typer.Option(help="New directory for the model.")],
 ) -> None:
-    """Copy the model of a run: its last published weights, without the state of training.
+    """Write the model of a run: its last published weights, without the state of training.
 
-    transformers and other engines load the directory; adapters are merged into the weights.
+    The tensors have the names and shapes of the hub, so transformers and other engines load the
+    directory; adapters are merged into the weights.
     """
     from forge.cli.local_run.models.model_export import export_model
 
-    kept = export_model(source, out)
-    say(f"{kept.path}: {len(kept.tensor_names)} tensors in {kept.dtype}, sha256 {kept.digest}")
+    exported = export_model(source, out)
+    kept = exported.kept
+    origin = f" (published {exported.published})" if exported.published != kept.digest else ""
+    count = len(kept.tensor_names)
+    say(f"{kept.path}: {count} tensors in {kept.dtype}, sha256 {kept.digest}{origin}")
+    if exported.note:
+        say(f"Names are those of transformers' modules, not of the hub: {exported.note}")
 
 
 @app.command(

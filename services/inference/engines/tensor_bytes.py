@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -28,6 +29,12 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     """Return the data, little-endian, in C order; one copy."""
     flat = tensor.cpu().view(torch.uint8) if tensor.dim() else tensor.cpu().reshape(1)
     return flat.view(torch.uint8).numpy().tobytes()
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the data of a contiguous tensor in host memory, not copied."""
+    data: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def from_bytes(data: bytes | memoryview, *, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -134,7 +134,7 @@ def master_weights(directory: Path, *, adapters: bool) -> MasterWeights:
         if any(name.startswith(MASTER_PREFIX) for name in sizes_in(shards)):
             source = directory / STATE_DIRECTORY
             return MasterWeights(source=source, files=shards, prefix=MASTER_PREFIX)
-        files = [one for one in (directory / MASTER_FILE, *_model_files(directory)) if one.exists()]
+        files = [one for one in (directory / MASTER_FILE, *model_files(directory)) if one.exists()]
         if files and files[0].name == MASTER_FILE:
             files = files[:1]
         if files:
@@ -144,7 +144,8 @@ def master_weights(directory: Path, *, adapters: bool) -> MasterWeights:
     raise ConfigError(f"{directory} has no {missing}: it is from a run {kind}. {OWN_DIRECTORY}")
 
 
-def _model_files(directory: Path) -> list[Path]:
+def model_files(directory: Path) -> list[Path]:
+    """The files of the model in a checkpoint, without draft heads."""
     about: dict[str, Any] = {}
     if (directory / PUBLISHED_FILE).is_file():
         about = json.loads((directory / PUBLISHED_FILE).read_text(encoding="utf-8"))

@@ -1,48 +1,108 @@
-"""Copies the kept model of a run to a model directory, without the state of training."""
+"""Copies the kept model of a run to a model directory, without the state of training.
+
+The trainer's code writes the names and shapes of the hub, in a process of its own: it needs torch
+and transformers.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forge.cli.local_run.models.kept import MODEL_FILES, PUBLISHED_FILE, KeptModel, read_kept
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted
+from forge.core.extras import missing_packages
 
 _STATE_OF_TRAINING = {
     *("master.safetensors", "adapter", "state", "learner.pt", "history.jsonl", "state.json")
 }
+_INDEX_FILE = "model.safetensors.index.json"
+_CONVERSION = "services.trainer.checkpoint.hub_export"
 
 
-def export_model(source: Path, out: Path) -> KeptModel:
-    """Copies the kept model of a run directory, or of one checkpoint, to the new directory `out`,
-    and returns it. Compares the files with the published digest before the copy; `out` appears
-    complete or not at all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedModel:
+    """A model directory that was written."""
+
+    kept: KeptModel
+    """As it is in the directory."""
+    published: str
+    """Digest of the kept model in the checkpoint."""
+    note: str
+    """Why the names are those of transformers' modules; "" if they are those of the hub."""
+
+
+def export_model(source: Path, out: Path) -> ExportedModel:
+    """Writes the kept model of a run directory, or of one checkpoint, to the new directory `out`,
+    with the names and shapes that it has on the hub. Compares the files with the published digest
+    before; `out` appears complete or not at all.
 
     Raises `NotFound` when `source` keeps no model, `DataLoss` when its files are damaged,
-    `FailedPrecondition` when `out` exists, `ResourceExhausted` when it cannot be written.
+    `FailedPrecondition` when `out` exists or the conversion fails, `ResourceExhausted` when it
+    cannot be written.
     """
     checkpoint = _checkpoint_of(source)
     if out.exists():
         raise FailedPrecondition(f"--out {out} exists already: name another directory")
-    read_kept(checkpoint)
+    published = read_kept(checkpoint)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         filling = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         try:
-            for file in checkpoint.iterdir():
-                if file.name not in _STATE_OF_TRAINING:
-                    shutil.copyfile(file, filling / file.name)
-            copied = read_kept(filling)
+            note = _fill(checkpoint, filling)
+            kept = read_kept(filling)
             filling.chmod(0o755)
             filling.rename(out)
         finally:
             shutil.rmtree(filling, ignore_errors=True)
     except OSError as error:
         raise ResourceExhausted(f"--out {out} cannot be written: {error.strerror}") from None
-    return replace(copied, path=out)
+    return ExportedModel(kept=replace(kept, path=out), published=published.digest, note=note)
+
+
+def _fill(checkpoint: Path, filling: Path) -> str:
+    """Write the files of the model; return why its names are not those of the hub."""
+    written, note = _write_for_hub(checkpoint, filling)
+    for file in checkpoint.iterdir():
+        weights = file.suffix == ".safetensors" and file.name != MODEL_FILES[1]
+        describes_weights = file.name in (PUBLISHED_FILE, _INDEX_FILE)
+        of_model = file.name not in _STATE_OF_TRAINING
+        if of_model and not (written and (weights or describes_weights)):
+            shutil.copyfile(file, filling / file.name)
+    return note
+
+
+def _write_for_hub(checkpoint: Path, filling: Path) -> tuple[bool, str]:
+    """Write the weights with the names of the hub, if these are others. Returns whether it did, and
+    why it could not. Raises `OSError`."""
+    if not (checkpoint / "config.json").is_file():
+        return False, "config.json is missing"
+    if missing := missing_packages(["trainer"]) & {"torch", "transformers", "safetensors"}:
+        return False, f"not installed: {', '.join(sorted(missing))}"
+    found = subprocess.run(
+        [sys.executable, "-m", _CONVERSION, str(checkpoint), str(filling)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if found.returncode:
+        said = found.stderr.strip().splitlines()[-1:] or [f"exit code {found.returncode}"]
+        raise FailedPrecondition(
+            f"the weights of {checkpoint} cannot be converted: {said[0]}. This directory is itself "
+            "a model directory, with the names of transformers' modules"
+        )
+    outcome = json.loads(found.stdout.splitlines()[-1])
+    if outcome["error"]:
+        raise OSError(0, outcome["error"])
+    return outcome["written"], outcome["reason"]
 
 
 def _checkpoint_of(source: Path) -> Path:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, deserialize
+from transformers import AutoModelForCausalLM
 
 from forge.core.errors import ConfigError
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
-from services.inference.engines.base import Engine
+from services.inference.engines.base import Engine, UnfitWeights
+from services.inference.engines.tensor_bytes import NAMES, raw_bytes
+from services.inference.engines.weight_checks import DRAFT_PREFIX
 from services.inference.worker.metrics import WEIGHT_VERSION
 
 VERSION = 1
@@ -39,8 +43,14 @@ async def load_frozen(context: ServiceContext, engine: Engine) -> None:
     """Load the weights of `model_path` and let the worker register. Raises ConfigError for a
     directory without weights, UnfitWeights for weights of another model."""
     began_s = time.monotonic()
-    tensors = await asyncio.to_thread(read_weights, Path(context.config.model_path))
-    await engine.load(tensors, version=VERSION)
+    directory = Path(context.config.model_path)
+    tensors = await asyncio.to_thread(read_weights, directory)
+    try:
+        await engine.load(tensors, version=VERSION)
+    except UnfitWeights as error:
+        # Engines take the names of a publication; those of the hub differ in some families.
+        tensors = await asyncio.to_thread(_published_names, directory, tensors, error)
+        await engine.load(tensors, version=VERSION)
     WEIGHT_VERSION.set(VERSION)
     context.metadata["weight_version"] = str(VERSION)
     context.metadata["weights"] = "frozen"
@@ -73,3 +83,26 @@ def read_weights(directory: Path) -> dict[str, NamedTensor]:
                 f"model_path = {str(directory)!r}: {file.name}: {type(error).__name__}: {error}"
             ) from None
     return tensors
+
+
+def _published_names(
+    directory: Path, tensors: Mapping[str, NamedTensor], unfit: UnfitWeights
+) -> dict[str, NamedTensor]:
+    """Return the tensors of a directory as a trainer publishes them: with the names and shapes of
+    transformers' modules, after transformers' own conversion. Raises `unfit` if that fails."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise unfit from error
+    own = {
+        name: NamedTensor(
+            name=name,
+            dtype=NAMES[tensor.dtype],
+            shape=tuple(tensor.shape),
+            data=raw_bytes(tensor.contiguous()),
+        )
+        for name, tensor in model.state_dict().items()
+    }
+    if own.keys() <= tensors.keys():
+        raise unfit
+    return {**own, **{name: one for name, one in tensors.items() if name.startswith(DRAFT_PREFIX)}}
