@@ -16,8 +16,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     GptOssConfig,
     MiMoV2FlashConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen3NextConfig,
 )
@@ -56,6 +58,17 @@ CONFIGS = {
     "qwen3_moe": engines.ROUTED,
     # Sinks, windows, YaRN, biases, stacked experts.
     "gpt_oss": GptOssConfig(**_SHAPE, num_local_experts=4, sliding_window=16),
+    # Experts under other names than on the hub.
+    "mixtral": MixtralConfig(**_SHAPE, num_local_experts=4),
+    # Norms of queries, biases of the choice of experts.
+    "glm4_moe": Glm4MoeConfig(
+        **_SHAPE,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
     # Recurrent layers beside full attention, experts, a shared one.
     "qwen3_next": Qwen3NextConfig(
         **_SHAPE,

@@ -35,9 +35,6 @@ class HubNames:
         """
         self._model = model
         own = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-        self._changed: set[str] = set()
-        self._hub: dict[str, list[str]] = {}
-        """Names on the hub, by part."""
         try:
             whole = _shapes(revert_weight_conversion(model, own))
             by_part = [
@@ -49,11 +46,8 @@ class HubNames:
                 f"transformers has no way back to the hub's names of {type(model).__name__}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        for part, before, tensors in by_part:
-            after = _shapes(tensors)
-            self._hub[part] = [*after]
-            if before != after:
-                self._changed.add(part)
+        self._changed = {part for part, before, one in by_part if before != _shapes(one)}
+        """Parts with other names or shapes on the hub."""
         found = {name: shape for *_, one in by_part for name, shape in _shapes(one).items()}
         if found != whole:
             raise InvalidArgument(
@@ -64,10 +58,6 @@ class HubNames:
     def own(self) -> bool:
         """Whether the hub has the model's own names and shapes."""
         return not self._changed
-
-    def count(self, names: Iterable[str]) -> int:
-        """The most tensors on the hub that the tensors of these names become."""
-        return sum(len(self._hub.get(part, ())) for part in _parts(names))
 
     def converted(
         self, names: Iterable[str], read: Callable[[str], Tensor]

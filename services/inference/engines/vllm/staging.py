@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,10 +13,11 @@ from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import InvalidArgument
 from forge.core.named_tensor import NamedTensor
+from forge.rl.model.hub_names import HubNames
 from forge.rl.mtp.heads import MtpHeads
 from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights
-from services.inference.engines.tensor_bytes import from_named, is_finite
+from services.inference.engines.tensor_bytes import NAMES, from_named, is_finite, raw_bytes
 from services.inference.engines.vllm.exchange.shared_memory import SharedMemory
 from services.inference.engines.vllm.threads import run_to_end
 from services.inference.engines.weight_checks import DRAFT_PREFIX, check_tensor, match_names
@@ -35,14 +36,25 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """Checked weights: the first name of each, in the model's order."""
+    """Checked weights: the first name of each, in the model's order. vLLM gets them as the hub has
+    them, which its loaders read."""
 
     version: int
     tensors: tuple[NamedTensor, ...]
     rounded: bool
     """Published or served in 16 bits."""
+    hub: HubNames | None
+    """None: vLLM gets the model's own names."""
     heads: tuple[NamedTensor, ...] = ()
     """Draft heads to draft with."""
+
+    def loaded(self) -> Iterator[NamedTensor]:
+        """Yield what vLLM loads. Experts are copied, one layer at a time."""
+        own = {tensor.name: tensor for tensor in self.tensors}
+        for name, one in _converted(self.hub, own, lambda name: from_named(own[name])):
+            dtype, shape = NAMES[one.dtype], tuple(one.shape)
+            yield NamedTensor(name=name, dtype=dtype, shape=shape, data=raw_bytes(one))
+        yield from self.heads
 
 
 class Checkpoint:
@@ -55,14 +67,19 @@ class Checkpoint:
         `drafts`: whether to take draft heads."""
         self._weights = tuple(_weights_of(model))
         self._served = served
+        self._hub = _hub_names(model)
         self._heads = _Heads(model) if drafts else None
 
     @property
     def tensors(self) -> list[tuple[str, str, list[int]]]:
-        """Name, dtype and shape of each tensor of a publication, in the model's order."""
+        """Name, dtype and shape of each tensor that vLLM loads."""
+        own = {
+            one.names[0]: torch.empty(one.shape, dtype=one.dtype, device="meta")
+            for one in self._weights
+        }
         return [
-            (weight.names[0], str(weight.dtype).removeprefix("torch."), list(weight.shape))
-            for weight in self._weights
+            (name, NAMES[tensor.dtype], list(tensor.shape))
+            for name, tensor in _converted(self._hub, own, own.__getitem__)
         ]
 
     def stage(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Staged:
@@ -81,7 +98,30 @@ class Checkpoint:
             rounded |= tensor.is_floating_point() and tensor.dtype.itemsize < 4
             staged.append(replace(tensors[name], name=weight.names[0]))
         heads = self._heads.checked(tensors, version=version) if self._heads is not None else ()
-        return Staged(version=version, tensors=tuple(staged), rounded=rounded, heads=heads)
+        return Staged(
+            version=version,
+            tensors=tuple(staged),
+            rounded=rounded,
+            hub=self._hub,
+            heads=heads,
+        )
+
+
+def _hub_names(model: Any) -> HubNames | None:
+    """None for a model that transformers cannot write as it reads it."""
+    try:
+        return HubNames(model)
+    except InvalidArgument as error:
+        log.warning("vllm_gets_own_names", reason=str(error))
+        return None
+
+
+def _converted(
+    hub: HubNames | None, names: Iterable[str], read: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if hub is None:
+        return ((name, read(name)) for name in names)
+    return hub.converted(names, read)
 
 
 class _Heads:
@@ -141,7 +181,7 @@ def shared(staged: Staged) -> Iterator[dict[str, Any]]:
     Raises OSError without memory for them."""
     memory, entries, end = SharedMemory("forge-weights"), [], 0
     try:
-        for tensor in (*staged.tensors, *staged.heads):
+        for tensor in staged.loaded():
             start = -(-end // _ALIGNED) * _ALIGNED
             memory.write(tensor.data, at=start)
             end = start + len(tensor.data)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from xxhash import xxh3_64_intdigest
 
+from forge.core.errors import InvalidArgument
 from services.inference.engines.base import BrokenWeights, UnfitWeights
+from services.inference.engines.tensor_bytes import from_bytes
+from services.inference.engines.vllm import staging
 from services.inference.engines.vllm.exchange.shared_memory import open_shared
 from services.inference.engines.vllm.staging import Checkpoint, shared
-from tests.contract.engines import CONFIGS, published, reference
+from tests.contract.engines import CONFIGS, ROUTED, published, reference
 
 
 def checkpoint(family: str, *, served: torch.dtype = torch.float32) -> Checkpoint:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIGS[family])
+        model = AutoModelForCausalLM.from_config({**CONFIGS, "qwen3_moe": ROUTED}[family])
     return Checkpoint(model, served=served)
 
 
@@ -72,3 +77,40 @@ def test_shared_memory_has_every_tensor_with_its_checksum() -> None:
             assert xxh3_64_intdigest(part) == checksum
     with pytest.raises(OSError):
         open_shared(update["address"])
+
+
+def test_vllm_gets_experts_as_the_hub_has_them(tmp_path: Path) -> None:
+    """One by one, as transformers saves them: vLLM's loaders read checkpoints of the hub. A stack
+    is unknown to some of them."""
+    model = reference("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    weights = published(model)
+    assert expected.keys() != weights.keys()
+    chosen = checkpoint("qwen3_moe")
+    described = [(name, "float32", list(one.shape)) for name, one in expected.items()]
+    assert sorted(chosen.tensors) == sorted(described)
+    with (
+        shared(chosen.stage(weights, version=1)) as update,
+        open_shared(update["address"]) as file,
+    ):
+        data = file.read()
+    found = {
+        name: from_bytes(data[start : start + size], dtype=dtype, shape=tuple(shape))
+        for name, dtype, shape, start, size, _ in update["tensors"]
+    }
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_model_without_a_way_back_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may know them; the log has the reason."""
+
+    def refuses(_: object) -> None:
+        raise InvalidArgument("no way back")
+
+    monkeypatch.setattr(staging, "HubNames", refuses)
+    weights = published(reference("qwen3_moe"))
+    chosen = checkpoint("qwen3_moe")
+    assert [name for name, *_ in chosen.tensors] == [*weights]
+    assert [one.name for one in chosen.stage(weights, version=1).loaded()] == [*weights]

@@ -23,7 +23,7 @@ def without_memory(model: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama"])
 def test_layers_apart_are_converted_as_the_model_at_once(family: str) -> None:
-    """The rules need a configuration alone. No more tensors come than were counted."""
+    """The rules need a configuration alone."""
     model = tiny_model(family, torch.float32)
     own = dict(model.state_dict())
     names = HubNames(without_memory(model))
@@ -32,7 +32,6 @@ def test_layers_apart_are_converted_as_the_model_at_once(family: str) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], one) for name, one in expected.items())
     assert all(one.is_contiguous() for one in found.values())
-    assert names.count(own) == len(found)
     assert names.own == (family in ("gpt_oss", "llama"))
 
 
