@@ -129,7 +129,7 @@ test-first-agent: setup  ## Follow docs/agents.md from nothing to a trained agen
 test-ranks: setup  ## Trainers of 2 and 4 processes under torchrun, against one process
 	@$(PY) -m pytest --timeout=1800 tests/ranks
 
-test-wheel: dist  ## Install the wheel in an environment of its own and train with it
+test-wheel: dist  ## Install the wheel and the source distribution by themselves and train with the wheel
 	@$(PY) -m pytest --timeout=3600 tests/wheel
 
 chaos: setup  ## Kill each service in the middle of a run, for real

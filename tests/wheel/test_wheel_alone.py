@@ -1,4 +1,4 @@
-"""The wheel of dist/ without the repository: `make test-wheel` builds it and runs this."""
+"""What `make dist` builds, without the repository: `make test-wheel` builds it and runs this."""
 
 from __future__ import annotations
 
@@ -10,17 +10,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FILES = (
+    "from importlib.metadata import files\n"
+    "print(*sorted(str(f) for f in files('forge-rl') if f.parts[0] in ('forge', 'services')))"
+)
+"""Prints the installed modules and data files."""
+
+
+def environment(folder: Path, *words: str) -> Path:
+    """Returns the folder, which has nothing but an environment with what pip installs."""
+    venv.create(folder / "venv", with_pip=True)
+    run(folder / "venv/bin/python", "-m", "pip", "install", "--quiet", *words, cwd=folder)
+    return folder
+
+
+def built(pattern: str) -> str:
+    """Returns the one file in dist/ of this pattern."""
+    (found,) = (ROOT / "dist").glob(pattern)
+    return str(found)
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds nothing but an environment with the wheel and its extra `all`."""
-    (wheel,) = (ROOT / "dist").glob("*.whl")
-    home = tmp_path_factory.mktemp("home")
-    venv.create(home / "venv", with_pip=True)
-    pip: list[str | Path] = [home / "venv/bin/python", "-m", "pip", "install", "--quiet"]
-    run(*pip, "--constraint", ROOT / "constraints.txt", f"{wheel}[all]", cwd=home)
-    return home
+    """The wheel with its extra `all`, on the versions of `constraints.txt`."""
+    words = ("--constraint", str(ROOT / "constraints.txt"), f"{built('*.whl')}[all]")
+    return environment(tmp_path_factory.mktemp("home"), *words)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -59,3 +73,14 @@ def test_two_steps_of_training_end_with_the_table_of_results(home: Path) -> None
     shown = run(home / "venv/bin/forge", *words, cwd=home)
     assert "Held-out mean reward" in shown
     assert (home / ".forge").is_dir()
+
+
+def test_source_distribution_installs_the_files_of_the_wheel(tmp_path: Path) -> None:
+    """pip builds it by itself, and finds every module, static page and template in it."""
+    source = environment(tmp_path / "source", "--no-deps", built("*.tar.gz"))
+    wheel = environment(tmp_path / "wheel", "--no-deps", built("*.whl"))
+    listed = [run(each / "venv/bin/python", "-c", FILES, cwd=each) for each in (source, wheel)]
+    assert listed[0] == listed[1]
+    parts = [*(ROOT / "forge").rglob("*"), *(ROOT / "services").rglob("*")]
+    wanted = {str(part.relative_to(ROOT)) for part in parts if part.suffix in (".py", ".js")}
+    assert wanted and not wanted - {*listed[0].split()}
