@@ -336,8 +336,7 @@ def model_export(
 ) -> None:
     """Write the model of a run: its last published weights, without the state of training.
 
-    The tensors have the names and shapes of the hub, so transformers and other engines load the
-    directory; adapters are merged into the weights.
+    The tensors have the names and shapes of the hub; adapters are merged into the weights.
     """
     from forge.cli.local_run.models.model_export import export_model
 
