@@ -24,8 +24,8 @@ ENGINE_REQUESTS = counter(
 )
 OLDER_WEIGHTS = counter(
     "forge_inference_older_weights_total",
-    "Placements of answers on workers with older weights than an earlier token's, because no newer "
-    "worker was free within router.version_wait_s.",
+    "Answers placed on a worker with older weights than an earlier token's, after a wait of "
+    "router.version_wait_s.",
 )
 EARLY_DECODES = counter(
     "forge_inference_early_decodes_total",

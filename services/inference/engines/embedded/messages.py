@@ -44,7 +44,7 @@ class PartRead:
     """A prompt that is still computed; its first `tokens` tokens do not change any more."""
 
     kv: torch.Tensor
-    """As of HeldPrompt."""
+    """Recurrent states, as `HeldPrompt.recurrent`."""
     tokens: int
     version: int
 

@@ -74,7 +74,7 @@ class KvStore:
 
     @property
     def identity(self) -> bytes:
-        """As of `serve`; empty before."""
+        """The identity of the last `serve`; empty before."""
         return self._identity
 
     def read(

@@ -97,7 +97,7 @@ class Saving(Protocol):
 
 
 class Loading(Protocol):
-    """Those of one prompt at its decode worker."""
+    """Keys and values of one prompt at its decode worker."""
 
     params: Params
 

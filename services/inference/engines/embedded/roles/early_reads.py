@@ -85,7 +85,7 @@ class EarlyReads:
 
     @contextmanager
     def during(self, request_id: str) -> Iterator[EarlyRead]:
-        """Around a prefill."""
+        """Context manager of a prefill."""
         read = self._reads.setdefault(request_id, EarlyRead(request_id))
         read.begin()
         try:

@@ -61,7 +61,7 @@ class EmbeddedPrefill(RoleEngine):
 
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
-        """As `RoleEngine.make_actor`."""
+        """Return the actor that reads prompts."""
         cache = parts.prefix_cache(resumes=cls.resumes)
         return prefill_actor(parts.options, parts.policy, cache, parts.store)
 

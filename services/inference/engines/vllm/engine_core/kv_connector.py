@@ -41,7 +41,7 @@ class Load:
 
     address: Address
     skipped: int
-    """Those at the beginning, which the prefix cache has."""
+    """Blocks at the beginning, which the prefix cache has."""
     blocks: list[int]
 
 

@@ -97,7 +97,7 @@ def checked(data: memoryview) -> tuple[Header, memoryview]:
         raise DataLoss(f"keys and values without a header: {error}") from None
     blocks = data[end:]
     if len(blocks) != header.blocks * block_bytes(header.layout):
-        raise DataLoss(f"keys and values of {header.blocks} blocks in {len(blocks)} bytes")
+        raise DataLoss(f"a hand-off of {header.blocks} blocks has {len(blocks)} bytes")
     if xxh3_64_intdigest(blocks) != header.xxh3_64:
         raise DataLoss("keys and values with a wrong checksum")
     return header, blocks
