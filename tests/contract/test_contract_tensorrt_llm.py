@@ -18,6 +18,7 @@ from tests.contract import (
     test_contract_engines,
     test_contract_passes,
     test_contract_top_logprobs,
+    test_contract_wrong_weights,
 )
 from tests.contract.engines import Pair, published, reference
 from tests.support.inference.tensorrt_llm import both, started
@@ -32,6 +33,12 @@ ON_A_PAIR = [
     test_contract_engines.test_swap_in_mid_answer_changes_the_version_of_later_tokens,
     test_contract_engines.test_unfit_weights_change_nothing,
     test_contract_engines.test_released_prompt_is_not_found,
+    test_contract_engines.test_prefix_cache_changes_no_result,
+    test_contract_engines.test_equal_prompts_are_prefilled_once,
+    test_contract_wrong_weights.test_weights_with_nan_are_refused,
+    test_contract_wrong_weights.test_weights_of_another_type_are_refused,
+    test_contract_top_logprobs.test_top_logprobs_equal_those_of_a_full_forward,
+    test_contract_top_logprobs.test_top_logprobs_omit_tokens_of_cuts,
 ]
 STARTED = [
     test_contract_engines.test_abort_frees_the_slot,

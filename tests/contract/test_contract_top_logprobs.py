@@ -82,12 +82,19 @@ async def test_top_logprobs_change_no_draw(pair: Pair) -> None:
         assert len(answer.top) == len(answer.ids)
 
 
-async def test_top_logprobs_omit_tokens_of_cuts_and_grammars(pair: Pair) -> None:
-    """A forbidden token has no probability among the top ones either."""
+async def test_top_logprobs_omit_tokens_of_cuts(pair: Pair) -> None:
+    """A token that is cut off has no probability among the top ones either."""
+    engines.require(pair.capabilities.cuts, "cuts")
     ids = prompt_ids(20)
     cut = await pair.sample(ids, replace(SAMPLED, top_k=3, top_logprobs=5))
     check(replace(cut, top=[top[:3] for top in cut.top]), logprobs_by_forward(ids, cut, top_k=3), 3)
     assert {logprob for top in cut.top for _, logprob in top[3:]} == {float("-inf")}
+
+
+async def test_top_logprobs_omit_tokens_of_grammars(pair: Pair) -> None:
+    """Nor has a forbidden one."""
+    engines.require("regex" in pair.capabilities.grammars, "grammars")
+    ids = prompt_ids(20)
     digit = Grammar(kind="regex", text="[0-9]")
     held = replace(SAMPLED, grammar=digit, stop_ids=frozenset({END}), top_logprobs=20)
     answer = await pair.sample(ids, held)

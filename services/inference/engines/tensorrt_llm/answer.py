@@ -165,7 +165,7 @@ class Answer:
             self._news.set()
 
     def _take(self, output: Any, leg: Leg, seen: int) -> int:
-        found = read_tokens(output, start=seen, top_logprobs=self._sampling.top_logprobs)
+        found = read_tokens(output, start=seen, sampling=self._sampling)
         self._tokens.extend(found)
         self._versions += [leg.version] * len(found.ids)
         return len(found.ids)

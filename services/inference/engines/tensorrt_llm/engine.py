@@ -285,7 +285,7 @@ class TensorRtLlm:
         async with llm.leg(int32_array(prompt.ids), params, hand_off=context) as leg:
             result = await leg.result
         output = result.outputs[0]
-        found = read_tokens(output, start=0, top_logprobs=sampling.top_logprobs)
+        found = read_tokens(output, start=0, sampling=sampling)
         if not single:
             hand_off = write_hand_off(
                 output.disaggregated_params,

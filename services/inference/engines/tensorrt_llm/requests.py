@@ -113,7 +113,7 @@ def sampling_params(library: Library, sampling: Sampling, *, max_tokens: int, le
         if sampling.min_p:
             arguments["min_p"] = sampling.min_p
     if library.processed is not None:
-        # Log-probs of a greedy token are of the distribution at temperature 1.
+        # The likeliest tokens of a greedy answer are of the distribution at temperature 1.
         arguments["logprobs_mode"] = library.raw if greedy else library.processed
     try:
         return library.sampling_params(**arguments)
@@ -121,9 +121,9 @@ def sampling_params(library: Library, sampling: Sampling, *, max_tokens: int, le
         raise UnsupportedByEngines(f"engine 'tensorrt_llm' refuses the request: {error}") from error
 
 
-def read_tokens(output: Any, *, start: int, top_logprobs: int) -> Sampled:
-    """Return the tokens of a CompletionOutput from `start` on. Raises `WrongAnswer` for a token
-    without a finite log-prob of its own."""
+def read_tokens(output: Any, *, start: int, sampling: Sampling) -> Sampled:
+    """Return the tokens of a CompletionOutput from `start` on. A greedy token is certain: its
+    log-prob is 0. Raises `WrongAnswer` for a token without a finite log-prob of its own."""
     found = Sampled()
     entries: Sequence[Mapping[int, Any]] = output.logprobs or ()
     for place in range(start, len(output.token_ids)):
@@ -135,9 +135,9 @@ def read_tokens(output: Any, *, start: int, top_logprobs: int) -> Sampled:
         if not math.isfinite(logprob):
             raise WrongAnswer(f"tensorrt_llm returned log-prob {logprob} of token {token}")
         found.ids.append(token)
-        found.logprobs.append(logprob)
-        if top_logprobs:
-            found.top.append(_likeliest(entry, top_logprobs))
+        found.logprobs.append(logprob if sampling.temperature else 0.0)
+        if sampling.top_logprobs:
+            found.top.append(_likeliest(entry, sampling.top_logprobs))
     return found
 
 
