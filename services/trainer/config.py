@@ -122,8 +122,8 @@ class TrainerConfig(ServiceConfig):
     recompute_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the layers, spread evenly, to which recompute_activations applies."""
     compile_layers: bool = False
-    """Compile layers for merged trees. Needs a GPU, a dense model and autocast; not with adapters,
-    mesh.dp_shard or mesh.tp."""
+    """Compile layers for merged trees. Needs a GPU, a dense model and autocast; not with adapters
+    or mesh.tp."""
     token_budget: Annotated[int, Meta(ge=1)] = 16384
     """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: Annotated[int, Meta(ge=1)] = 256
@@ -196,9 +196,9 @@ class TrainerConfig(ServiceConfig):
             )
         if not self.compile_layers:
             return
-        if shape.sharded or self.lora.rank:
-            other = mesh if shape.sharded else f"lora.rank = {self.lora.rank}"
-            raise InvalidArgument(f"compile_layers = True is not allowed with {other}")
+        for name, value, least in (("mesh.tp", shape.tp, 1), ("lora.rank", self.lora.rank, 0)):
+            if value > least:
+                raise InvalidArgument(f"compile_layers = True is not allowed with {name} = {value}")
         if self.autocast == "none":
             raise InvalidArgument(
                 "compile_layers = True is not allowed with autocast = none: use bfloat16"

@@ -29,13 +29,13 @@ def recompute(model: Any, *, share: float = 1.0) -> None:
         ) from None
 
 
-def compile_for_trees(model: Any, *, autocast: torch.dtype | None, sharded: bool) -> None:
+def compile_for_trees(model: Any, *, autocast: torch.dtype | None, parts: bool) -> None:
     """Compile the layers. Raises `ConfigError` for a model or a setting that does not allow it."""
     try:
         if autocast is None:
             raise InvalidArgument("it needs autocast = 'bfloat16'")
-        if sharded:
-            raise InvalidArgument("it was not tried with mesh.dp_shard or mesh.tp above 1")
+        if parts:
+            raise InvalidArgument("it was not tried with mesh.tp above 1")
         compile_layers(model)
     except InvalidArgument as error:
         raise ConfigError(f"compile_layers = true is not allowed: {error}") from None

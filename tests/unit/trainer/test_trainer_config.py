@@ -114,6 +114,7 @@ TEACHER = "--teacher-path=there --objective.teacher-coef=1"
         ("--ranks=2 --device=cuda:0", "device = cuda:0 .*2 ranks: .*use cuda,"),
         ("--compile-layers --autocast=bfloat16 --lora.rank=4", "compile_layers .*lora.rank = 4"),
         ("--compile-layers", "compile_layers = True .*autocast = none"),
+        ("--compile-layers --ranks=2 --mesh.tp=2", "compile_layers = True .*mesh.tp = 2"),
         ("--ranks=4 --mesh.tp=3", "mesh.tp = 3 is not allowed with 4 ranks: the mesh has 3"),
         ("--read-from=ranks --ranks=2", "read_from = ranks .*mesh.tp = 1: ranks with whole"),
         ("--read-from=ranks --ranks=2 --mesh.tp=2", "read_from = ranks .*mesh.dp_replicate = 1"),
