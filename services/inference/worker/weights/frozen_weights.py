@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, deserialize
-from transformers import AutoModelForCausalLM
 
 from forge.core.errors import ConfigError
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from services.inference.engines.base import Engine, UnfitWeights
-from services.inference.engines.tensor_bytes import NAMES, raw_bytes
-from services.inference.engines.weight_checks import DRAFT_PREFIX
 from services.inference.worker.metrics import WEIGHT_VERSION
 
 VERSION = 1
@@ -90,6 +87,12 @@ def _published_names(
 ) -> dict[str, NamedTensor]:
     """Return the tensors of a directory as a trainer publishes them: with the names and shapes of
     transformers' modules, after transformers' own conversion. Raises `unfit` if that fails."""
+    # The environment of an engine may have no torch of ours.
+    from transformers import AutoModelForCausalLM
+
+    from services.inference.engines.tensor_bytes import NAMES, raw_bytes
+    from services.inference.engines.weight_checks import DRAFT_PREFIX
+
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
