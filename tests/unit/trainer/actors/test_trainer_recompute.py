@@ -65,7 +65,7 @@ def test_model_without_recompute_support_is_refused(
 ) -> None:
     """In one line with the setting."""
 
-    def cannot(model: Any) -> None:
+    def cannot(model: Any, **_: Any) -> None:
         raise ValueError(f"{type(model).__name__} does not support it.")
 
     monkeypatch.setattr(placement, "recompute_activations", cannot)
