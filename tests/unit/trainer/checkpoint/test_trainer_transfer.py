@@ -179,7 +179,7 @@ def test_other_checkpoint_of_the_step_is_refused(sender: Path, receiver: Path) -
     other = Staging(receiver, step=1, fingerprint="f" * 64)
     for response in sent(sender, 1, other.begin()):
         other.add(response)
-    with pytest.raises(DataLoss, match="another checkpoint"):
+    with pytest.raises(DataLoss, match="its step or fingerprint differs"):
         other.complete()
     assert not list(receiver.iterdir())
     assert receive(sender, receiver, checkpoint).exists()
