@@ -142,7 +142,7 @@ def _on_mesh(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
             found[scales] = as_sharded(rows, scales_like(parameter)).contiguous()
         elif scales in state:
             del found[scales], found[table]
-            found[moment] = as_sharded(_widened(state, moment, scales, table), parameter)
+            found[moment] = _widened(state, moment, scales, table)
         # Steps change parts in place.
         found[moment] = as_sharded(found[moment], parameter).contiguous()
     return found

@@ -21,7 +21,7 @@ WAIT = "services.inference.engines.embedded.roles.stored_reads.WAIT_S"
 
 @contextmanager
 def hanging(path: Path) -> Iterator[None]:
-    """A pipe without a writer in place of a file: whoever opens it waits."""
+    """Replace a file by a pipe without a writer: each open of it waits."""
     path.unlink()
     os.mkfifo(path)
     try:

@@ -86,8 +86,8 @@ class ChildHeartbeats:
     ) -> None:
         """`files`: those that ranks 1 and up touch; `on_lost` gets the rank that is silent.
 
-        `exchange` is the number of the exchange that rank 0 is in, 0: none. `on_stuck` gets the
-        same rank if one goes on for `LOST_S` after that: gloo ends an exchange with a lost rank,
+        `exchange` is the number of the exchange that rank 0 is in, 0: none. After the loss,
+        `on_stuck` gets the same rank if one exchange lasts `LOST_S`. gloo ends such an exchange,
         NCCL may not.
         """
         self._files = files

@@ -238,7 +238,7 @@ class ModelReplica:
         policy = self._policy(model, self._model_path, balance_coef=self._config.balance_coef)
         self._trainee.begin(self._config.seed)
         if self._config.compile_layers:
-            compile_for_trees(model, autocast=policy.autocast, parts=self._world.shape.tp > 1)
+            compile_for_trees(model, autocast=policy.autocast)
         if self._config.routing_replay.enabled:
             self._replay_routes(policy)
         reference = self._reference(policy)

@@ -29,13 +29,11 @@ def recompute(model: Any, *, share: float = 1.0) -> None:
         ) from None
 
 
-def compile_for_trees(model: Any, *, autocast: torch.dtype | None, parts: bool) -> None:
+def compile_for_trees(model: Any, *, autocast: torch.dtype | None) -> None:
     """Compile the layers. Raises `ConfigError` for a model or a setting that does not allow it."""
     try:
         if autocast is None:
             raise InvalidArgument("it needs autocast = 'bfloat16'")
-        if parts:
-            raise InvalidArgument("it was not tried with mesh.tp above 1")
         compile_layers(model)
     except InvalidArgument as error:
         raise ConfigError(f"compile_layers = true is not allowed: {error}") from None

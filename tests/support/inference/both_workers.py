@@ -1,5 +1,5 @@
 """A router actor and workers of the role both behind networks that cut: real gRPC, an engine that
-counts and fails as often as it is told."""
+counts calls and fails a given number of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIMITS = ModelLimits(context_tokens=100, vocabulary=1000)
 
 
 class Engine(CountingEngine):
-    """Counts its calls, and fails as often as it is told."""
+    """Counts its calls, and fails a given number of them."""
 
     def __init__(self) -> None:
         super().__init__(

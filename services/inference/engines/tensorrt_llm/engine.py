@@ -186,7 +186,7 @@ class TensorRtLlm:
             try:
                 first = await asyncio.shield(read)
             except asyncio.CancelledError:
-                # Nobody decodes it.
+                # No decode worker takes it.
                 read.add_done_callback(lambda _: self.release(prompt.request_id))
                 raise
         return Prefilled(

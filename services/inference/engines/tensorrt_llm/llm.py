@@ -71,7 +71,7 @@ class Leg:
             self.result.abort()
 
     async def end(self) -> None:
-        """Stop it, and wait until the library has ended it: nobody reads its answer any more."""
+        """Stop it, and wait until the library has ended it. Its answer is dropped."""
         if self.result is None or self.is_context:
             return
         self.abort()

@@ -208,7 +208,7 @@ async def test_the_directory_entry_has_a_summary() -> None:
 
 
 async def test_lost_gpu_is_one_line_and_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, and the watch of the others goes on."""
+    """It is removed at once, and the other GPUs are still watched."""
     monkeypatch.setattr(gpu_watch, "PERIOD_S", 0.001)
     nvml = _FakeNvml()
     context, watch = _watch(nvml)
