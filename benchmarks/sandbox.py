@@ -18,7 +18,7 @@ import grpc.aio
 from benchmarks.support.report import arguments, keep, show
 from forge.agents.environments.base import Transcript
 from forge.agents.launchers.bare import BareLauncher
-from forge.agents.launchers.base import Launcher, Limits, Request
+from forge.agents.launchers.base import Launcher, ProgramLimits, Request
 from forge.agents.launchers.container import ContainerLauncher, ContainerSettings
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.rewards import RewardTask
@@ -67,7 +67,7 @@ async def measure(rounds: int) -> dict[str, float]:
 
 async def _commands() -> dict[str, Launcher]:
     """Returns the launchers that this host has."""
-    limits = Limits(memory_bytes=2 << 30, processes=4096)
+    limits = ProgramLimits(memory_bytes=2 << 30, processes=4096)
     found: dict[str, Launcher] = {
         "sandboxed": SandboxLauncher(ProcessSandbox(tmp_bytes=1 << 20), limits=limits),
         "bare": BareLauncher(limits),

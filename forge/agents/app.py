@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from forge.agents.attempts import Attempts, Limits
+from forge.agents.attempts import Attempts, RolloutLimits
 from forge.agents.command_setup import make_command
 from forge.agents.config import RunnerConfig
 from forge.agents.domains import Domains
@@ -159,7 +159,7 @@ class RunnerApp:
             scaffolds=self._scaffolds,
             domain=self._domains.get,
             scorer=Scorer(self._rewards),
-            limits=Limits(rollout_s=config.rollout_timeout_s, max_tokens=config.max_tokens),
+            limits=RolloutLimits(rollout_s=config.rollout_timeout_s, max_tokens=config.max_tokens),
         )
 
 

@@ -44,7 +44,7 @@ ERROR_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RolloutLimits:
     """Defaults and bounds of every rollout."""
 
     rollout_s: float
@@ -84,7 +84,7 @@ class Attempts:
         scaffolds: Scaffolds,
         domain: Callable[[str], Domain],
         scorer: Scorer,
-        limits: Limits,
+        limits: RolloutLimits,
     ) -> None:
         self._gateways = gateways
         self._scaffolds = scaffolds

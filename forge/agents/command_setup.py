@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 
 from forge.agents.config import RunnerConfig
 from forge.agents.launchers.bare import BareLauncher
-from forge.agents.launchers.base import Launcher, Limits, Program, Request
+from forge.agents.launchers.base import Launcher, Program, ProgramLimits, Request
 from forge.agents.launchers.container import ContainerLauncher, ContainerSettings
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
@@ -57,7 +57,7 @@ def make_command(config: RunnerConfig) -> Command:
 
 
 def _make_launcher(config: RunnerConfig, words: Sequence[str]) -> Launcher:
-    limits = Limits(
+    limits = ProgramLimits(
         memory_bytes=config.command_memory_mb << 20,
         processes=config.command_processes,
         tmp_bytes=config.command_tmp_mb << 20,
@@ -83,7 +83,7 @@ def _make_launcher(config: RunnerConfig, words: Sequence[str]) -> Launcher:
     return UnsafeFallback(sandbox, bare) if config.unsafe_sandbox else sandbox
 
 
-def _make_container_launcher(config: RunnerConfig, limits: Limits) -> ContainerLauncher:
+def _make_container_launcher(config: RunnerConfig, limits: ProgramLimits) -> ContainerLauncher:
     if config.command_home:
         raise ConfigError("command_home: a container has the home directory of its image")
     settings = ContainerSettings(

@@ -29,9 +29,9 @@ from services.pool.service import (
     FULL_NAME,
     REPLICA_FULL_NAME,
     SCOPES,
-    Limits,
     PoolReplicaServicer,
     PoolServicer,
+    WriteLimits,
 )
 from services.pool.storage.environment.lmdb_env import OnPanic
 from services.pool.store import PoolStore
@@ -140,7 +140,7 @@ class PoolApp:
                 store, writer, readers, self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
             ),
             self._retention(store, writer, readers),
-            Limits(
+            WriteLimits(
                 max_turn_bytes=config.max_turn_bytes, max_agent_rewards=config.max_agent_rewards
             ),
         )

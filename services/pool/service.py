@@ -59,7 +59,7 @@ AUDITED = frozenset({"CompactShard", "EraseTrajectories", "FreeArchivedGroups"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class WriteLimits:
     """Bounds of what senders may store."""
 
     max_turn_bytes: int
@@ -79,7 +79,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         erasure: Erasure,
         moves: GroupMover,
         retention: Retention,
-        limits: Limits,
+        limits: WriteLimits,
     ) -> None:
         self._store = store
         self._moves = moves

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.formats import Answer, CallDelta, Parser, PlainParser, get_format
+from forge.core.formats import CallDelta, ParsedAnswer, Parser, PlainParser, get_format
 from forge.core.formats.registry import BUILT_IN, BUILT_IN_REASONING, SAMPLE_TOOLS
 from forge.core.token_columns import float32_bytes, int32_bytes
 from forge.v1 import common_pb2
@@ -39,7 +39,7 @@ texts = st.sampled_from(sorted(BUILT_IN)).flatmap(
 seeds = st.integers(0, 2**32)
 
 
-def check(answer: Answer) -> None:
+def check(answer: ParsedAnswer) -> None:
     for call in answer.calls:
         assert isinstance(json.loads(call.arguments), dict), call
 

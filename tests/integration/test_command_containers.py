@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forge.agents.launchers.base import Limits
+from forge.agents.launchers.base import ProgramLimits
 from forge.agents.launchers.container import ContainerLauncher, ContainerSettings
 from forge.agents.scaffolds.command import Command
 from forge.core.errors import ConfigError, InvalidArgument
@@ -19,7 +19,7 @@ from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import SumEpisode, rollout
 from tests.support.runtime.waiting import until
 
-LIMITS = Limits(memory_bytes=64 << 20, processes=64, tmp_bytes=8 << 20)
+LIMITS = ProgramLimits(memory_bytes=64 << 20, processes=64, tmp_bytes=8 << 20)
 RUNNER = """
 import asyncio, sys
 from tests.integration.test_command_containers import answer_of, launcher

@@ -64,7 +64,7 @@ RUNNER = """
 import asyncio, json, os, sys
 from pathlib import Path
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, delegated_group
-from forge.agents.launchers.base import Limits
+from forge.agents.launchers.base import ProgramLimits
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.scoring.reward_pool import RewardError, RewardLimits, RewardPool
@@ -79,7 +79,7 @@ from tests.support.runtime.waiting import until
 group, children = delegated_group(), sys.argv[1]
 
 async def command(kind, count):
-    limits = Limits(memory_bytes=120 << 20, processes=30, tmp_bytes=8 << 20)
+    limits = ProgramLimits(memory_bytes=120 << 20, processes=30, tmp_bytes=8 << 20)
     words = [sys.executable, children, kind, count]
     launcher = SandboxLauncher(ProcessSandbox(tmp_bytes=8 << 20), limits=limits, words=words)
     await launcher.check()

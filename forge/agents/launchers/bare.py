@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
+from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
 from forge.agents.sandbox.child import kill_group, start_turn
 
 # Sets the limits in the program's process and then executes the program: Python code between fork
@@ -35,7 +35,7 @@ os.execvp(sys.argv[4], sys.argv[4:])
 class BareLauncher:
     """Starts programs as children of the runner: they read and write what its user can."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ProgramLimits) -> None:
         self._limits = limits
 
     async def check(self) -> None:

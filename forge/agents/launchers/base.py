@@ -25,7 +25,7 @@ _SIGNALLED: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ProgramLimits:
     """Limits of one program; 0: no limit. The rollout limits its time."""
 
     memory_bytes: int

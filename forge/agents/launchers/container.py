@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from forge.agents.launchers import container_removal
-from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
+from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
 from forge.agents.launchers.gateway_network import (
     gateway_addresses,
     gateway_network,
@@ -67,7 +67,7 @@ class ContainerSettings:
 class ContainerLauncher:
     """Starts programs in containers."""
 
-    def __init__(self, settings: ContainerSettings, *, limits: Limits, runner: str) -> None:
+    def __init__(self, settings: ContainerSettings, *, limits: ProgramLimits, runner: str) -> None:
         """`runner`: label of its containers; those of an earlier process with it are removed.
         Raises `ConfigError`."""
         self._settings = settings

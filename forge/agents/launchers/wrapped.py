@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from forge.agents.launchers import entry
-from forge.agents.launchers.base import ANSWER, Limits, Program, Request, read_answer
+from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
 from forge.agents.launchers.gateway_network import gateway_addresses, gateway_network, hosts_file
 from forge.agents.launchers.handover import Handover
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
@@ -39,7 +39,12 @@ class SandboxLauncher:
     """Starts programs in bubblewrap."""
 
     def __init__(
-        self, sandbox: ProcessSandbox, *, limits: Limits, home: str = "", words: Sequence[str] = ()
+        self,
+        sandbox: ProcessSandbox,
+        *,
+        limits: ProgramLimits,
+        home: str = "",
+        words: Sequence[str] = (),
     ) -> None:
         """`home`: a directory copied to HOME; `words`: the command, shown with its installations.
         The sandbox has the network of the host, or the gateway alone."""

@@ -93,7 +93,7 @@ except Exception as error:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """Limits of one program."""
 
     cpu_s: int = 2
@@ -121,10 +121,10 @@ class ProgramResult:
 class Sandbox:
     """Runs at most one program per core at once; more have to wait."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
         self.unsafe = False
         """Run programs without bubblewrap on a host that lacks it."""
-        self._limits = limits or Limits()
+        self._limits = limits or SandboxLimits()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._wrapper: Bubblewrap | None = None
         self._problem: str | None = None

@@ -78,7 +78,7 @@ class RewardError(ForgeError):
     """A reward function failed; the message has the function and the reason."""
 
 
-class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _CallResult(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     call: int
     """Number of the call; missing in bytes that a function wrote to the pipe itself."""
     rewards: list[Reward] = []
@@ -187,9 +187,9 @@ class RewardPool:
         try:
             answer = await self._answer(worker, reference, arguments)
         except _Died as death:
-            answer = _Answer(call=0, error=str(death), cause=death.cause)
+            answer = _CallResult(call=0, error=str(death), cause=death.cause)
         except _Timeout as timeout:
-            answer = _Answer(call=0, error=str(timeout), cause="timeout")
+            answer = _CallResult(call=0, error=str(timeout), cause="timeout")
         if not answer.error:
             return answer.rewards
         if not fresh and answer.cause in ("died", "killed", "memory"):
@@ -198,7 +198,7 @@ class RewardPool:
 
     async def _answer(
         self, worker: _Worker, reference: str, arguments: Mapping[str, Any]
-    ) -> _Answer:
+    ) -> _CallResult:
         """Returns the worker's answer; then the worker is idle or ended. Raises `_Died`,
         `_Timeout`."""
         keep = False
@@ -214,9 +214,9 @@ class RewardPool:
             else:
                 await worker.end()
 
-    async def _load(self, worker: _Worker, reference: str) -> _Answer:
+    async def _load(self, worker: _Worker, reference: str) -> _CallResult:
         if reference in worker.loaded:
-            return _Answer(call=0)
+            return _CallResult(call=0)
         try:
             answer = await within(LOAD_S, worker.ask({"function": reference}))
         except OutOfTime:
@@ -225,7 +225,9 @@ class RewardPool:
             worker.loaded.add(reference)
         return answer
 
-    async def _call(self, worker: _Worker, reference: str, arguments: Mapping[str, Any]) -> _Answer:
+    async def _call(
+        self, worker: _Worker, reference: str, arguments: Mapping[str, Any]
+    ) -> _CallResult:
         try:
             return await within(
                 self._limits.call_s, worker.ask({"function": reference, **arguments})
@@ -272,14 +274,14 @@ class _Worker:
         """The last output of the process on standard error."""
         return self._stderr.text
 
-    async def ask(self, request: Mapping[str, Any]) -> _Answer:
+    async def ask(self, request: Mapping[str, Any]) -> _CallResult:
         """Returns the answer to one request. Raises `_Died`; after any error, `end` must follow."""
         self._calls += 1
         try:
             body = json.dumps({"call": self._calls, **request}).encode()
         except (TypeError, ValueError) as error:
             text = f"the trajectory is not plain data: {error}"
-            return _Answer(call=0, error=text, cause="value")
+            return _CallResult(call=0, error=text, cause="value")
         process = self._process or await self._start()
         self._stderr.clear()
         try:
@@ -350,14 +352,14 @@ class _Worker:
         return (_Killed if killed else _Died)(f"its process {how}{output}")
 
 
-async def _exchange(process: Process, frame: bytes) -> _Answer:
+async def _exchange(process: Process, frame: bytes) -> _CallResult:
     assert process.stdin and process.stdout
     process.stdin.write(frame)
     await process.stdin.drain()
     length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
     if length > ANSWER_BYTES:
         raise ValueError(f"{length} bytes, at most {ANSWER_BYTES} are allowed")
-    return msgspec.json.decode(await process.stdout.readexactly(length), type=_Answer)
+    return msgspec.json.decode(await process.stdout.readexactly(length), type=_CallResult)
 
 
 def _plain(value: Transcript | RewardTask) -> dict[str, Any]:

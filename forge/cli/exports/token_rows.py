@@ -43,7 +43,7 @@ _TEXTS = ("trajectory_id", "task_id", "domain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class _SampledSpan:
     """The sampled tokens of one turn in a row."""
 
     turn: pb.Turn
@@ -93,7 +93,7 @@ def token_rows(
             if index in left:
                 left.discard(index)
                 answers.append(
-                    _Answer(
+                    _SampledSpan(
                         turn=turns[index],
                         start=tree.contexts[index],
                         stop=tree.lengths[index],
@@ -140,7 +140,7 @@ def _row(
     trajectory: pb.Trajectory,
     end: int,
     ids: bytes,
-    answers: Sequence[_Answer],
+    answers: Sequence[_SampledSpan],
     reward: float | None,
 ) -> TokenRow:
     count = len(ids) // TOKEN_BYTES

@@ -7,10 +7,10 @@ or, where only tags differ, a class.
 from __future__ import annotations
 
 from forge.core.formats.base import (
-    Answer,
     CallDelta,
     Delta,
     OutputFormat,
+    ParsedAnswer,
     Parser,
     ReasoningDelta,
     TextDelta,
@@ -32,10 +32,10 @@ from forge.core.formats.think import ReasoningFormat, ThinkParser
 __all__ = [
     "SAMPLE_CALL",
     "SAMPLE_TOOLS",
-    "Answer",
     "CallDelta",
     "Delta",
     "OutputFormat",
+    "ParsedAnswer",
     "Parser",
     "PlainParser",
     "ReasoningDelta",

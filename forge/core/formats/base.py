@@ -94,7 +94,7 @@ class ElementFormat(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ParsedAnswer:
     """A parsed answer."""
 
     content: str
@@ -109,7 +109,7 @@ def reads_channels(output: OutputFormat) -> bool:
     return bool(getattr(output, "reads_channels", False))
 
 
-def collect(deltas: Iterable[Delta], error: str) -> Answer:
+def collect(deltas: Iterable[Delta], error: str) -> ParsedAnswer:
     """Join the deltas of an answer."""
     content: list[str] = []
     reasoning: list[str] = []
@@ -122,6 +122,6 @@ def collect(deltas: Iterable[Delta], error: str) -> Answer:
                 reasoning.append(text)
             case CallDelta():
                 calls.append(delta)
-    return Answer(
+    return ParsedAnswer(
         content="".join(content), reasoning="".join(reasoning), calls=tuple(calls), error=error
     )

@@ -163,7 +163,7 @@ class AttemptState(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Attempt:
+class StoredAttempt:
     """A stored attempt of an earlier term."""
 
     rollout_index: int
@@ -220,7 +220,7 @@ class Group:
             if attempt != NOT_SEALED
         )
 
-    def recall(self, attempts: Iterable[Attempt]) -> None:
+    def recall(self, attempts: Iterable[StoredAttempt]) -> None:
         """Restore the attempts of an earlier term."""
         for known in sorted(attempts):
             if known.rollout_index >= self.spec.size:

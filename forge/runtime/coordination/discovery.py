@@ -21,7 +21,7 @@ from forge.runtime.coordination.directory import (
     Signatures,
     entry_text,
 )
-from forge.runtime.coordination.etcd import Change, Etcd, Versioned
+from forge.runtime.coordination.etcd import Etcd, KeyChange, Versioned
 from forge.runtime.telemetry import log
 
 
@@ -96,7 +96,7 @@ class Discovery:
             async for change in changes:
                 self._apply(change, folder)
 
-    def _apply(self, change: Change, folder: str) -> None:
+    def _apply(self, change: KeyChange, folder: str) -> None:
         now_s = time.monotonic()
         in_doubt = self._contact.in_doubt(now_s)
         found = {}

@@ -86,7 +86,7 @@ class Versioned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class KeyChange:
     """A change of the observed keys."""
 
     snapshot: bool
@@ -244,7 +244,7 @@ class Etcd:
         """End a lease and delete its keys."""
         await self._call(lambda: self._leases.revoke(lease_id, timeout=timeout_s))
 
-    async def observe(self, key: str, *, prefix: bool = False) -> AsyncGenerator[Change, None]:
+    async def observe(self, key: str, *, prefix: bool = False) -> AsyncGenerator[KeyChange, None]:
         """Yield a snapshot, then every change; a new snapshot after a possibly missed change.
 
         Never ends and never raises: an outage delays it. Keys are without the cluster's prefix.
@@ -277,12 +277,12 @@ class Etcd:
                     first, last = False, current
                     yield current
 
-    async def _observe_once(self, start: str, end: bytes) -> AsyncGenerator[Change, None]:
+    async def _observe_once(self, start: str, end: bytes) -> AsyncGenerator[KeyChange, None]:
         """Return, or raise the stream's error, when a new snapshot is needed."""
         found = await self._call(
             lambda: self._kv.get(start, range_end=end or None, timeout=TIMEOUT_S), start
         )
-        yield Change(snapshot=True, present=self._versioned(found.kvs))
+        yield KeyChange(snapshot=True, present=self._versioned(found.kvs))
         # The client's own watch may skip revisions when it reconnects, and hangs on a compacted
         # revision; this one ends in both cases.
         token = (("token", self._token),) if self._token else ()
@@ -300,10 +300,10 @@ class Etcd:
         finally:
             stream.cancel()
 
-    def _events(self, events: Sequence[Any]) -> Change:
+    def _events(self, events: Sequence[Any]) -> KeyChange:
         # Several events of one key may come at once: only the last of each counts.
         latest = {event.kv.key: event for event in events}.values()
-        return Change(
+        return KeyChange(
             snapshot=False,
             present=self._versioned([event.kv for event in latest if event.type != _DELETE]),
             deleted=[self._name(event.kv.key) for event in latest if event.type == _DELETE],

@@ -52,7 +52,7 @@ class _Message(msgspec.Struct):
     metadata: _Metadata | None = msgspec.field(default=None, name="usageMetadata")
 
 
-class Answer:
+class ExternalAnswer:
     """The answer of one call, as it comes."""
 
     def __init__(self, *, streamed: bool, recorded_bytes: int, gemini: bool = False) -> None:
@@ -131,7 +131,13 @@ class Answer:
 
 
 def called_turn(
-    name: str, kind: str, request: bytes, answer: Answer, *, recorded_bytes: int, whole: bool
+    name: str,
+    kind: str,
+    request: bytes,
+    answer: ExternalAnswer,
+    *,
+    recorded_bytes: int,
+    whole: bool,
 ) -> common_pb2.Turn:
     """Returns the record of a call, without the session's fields. Of a long request it has the end,
     since the latest messages are there. `whole`: the agent got the whole answer."""

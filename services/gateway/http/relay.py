@@ -20,7 +20,7 @@ from services.gateway.actors.messages import BeginOther, EndOther
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.call_labels import LABELS
 from services.gateway.errors import SessionClosed
-from services.gateway.external.answer import Answer, called_turn
+from services.gateway.external.answer import ExternalAnswer, called_turn
 from services.gateway.external.api import ExternalApi
 from services.gateway.metrics import OTHER_FAILURES
 from services.gateway.sessions import Session
@@ -42,7 +42,7 @@ class Relay:
         self._deadline = _Deadline(api)
         self._recorded = False
         """Whether the session knows of the call and not of its end."""
-        self._answer: Answer | None = None
+        self._answer: ExternalAnswer | None = None
 
     async def begin(self) -> None:
         """Begins the call in the session."""
@@ -60,7 +60,7 @@ class Relay:
             self._deadline,
             self._api.post(self._path, self._body, headers, events=events) as upstream,
         ):
-            self._answer = Answer(
+            self._answer = ExternalAnswer(
                 streamed=is_stream(upstream),
                 recorded_bytes=self._api.recorded_bytes,
                 gemini=self._api.protocol == "gemini",

@@ -35,7 +35,7 @@ class ChangeKind(IntEnum):
     REWARDED = 2
 
 
-class Change(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class TrajectoryChange(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """One entry of the log."""
 
     kind: int
@@ -45,7 +45,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Change)
+_decoder = msgspec.msgpack.Decoder(TrajectoryChange)
 
 
 def change_key(number: int) -> bytes:
@@ -64,7 +64,7 @@ def newest_change(records: Records) -> int:
     return _log_end(records)[0]
 
 
-def decode_change(payload: Payload) -> Change:
+def decode_change(payload: Payload) -> TrajectoryChange:
     """Decodes an entry."""
     return _decoder.decode(payload)
 
@@ -96,7 +96,9 @@ def _append(records: Records, kind: ChangeKind, trajectory: bytes, unix_s: float
     except DamagedRecord as error:
         log.error("change_log_end_damaged", error=str(error))
         number, newest_unix_s = _lost_log_end(records)
-    change = Change(kind=kind, trajectory=trajectory, logged_unix_s=max(unix_s, newest_unix_s))
+    change = TrajectoryChange(
+        kind=kind, trajectory=trajectory, logged_unix_s=max(unix_s, newest_unix_s)
+    )
     records.put(Table.CHANGES, change_key(number + 1), _encoder.encode(change))
     records.put(Table.META, _LOG_KEY, _LOG_END.pack(number + 1, change.logged_unix_s))
     return number + 1
@@ -115,7 +117,7 @@ def _lost_log_end(records: Records) -> tuple[int, float]:
     return number + _SKIPPED, max(times, default=0.0)
 
 
-def changes_after(records: Records, number: int) -> Iterator[tuple[int, Change]]:
+def changes_after(records: Records, number: int) -> Iterator[tuple[int, TrajectoryChange]]:
     """Entries with higher numbers, in order."""
     for key, payload in records.scan(Table.CHANGES, after=change_key(number)):
         yield number_of_change_key(key), decode_change(payload)

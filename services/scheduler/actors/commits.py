@@ -16,7 +16,7 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler.groups.group_look_up import ask_with_look_up
-from services.scheduler.shards.pool_shards import Change, PoolShards
+from services.scheduler.shards.pool_shards import GroupStateChange, PoolShards
 from services.scheduler.state.draining_runners import (
     ApplyDrains,
     CountLeases,
@@ -110,7 +110,9 @@ class CommitActor(Actor):
         groups = await ask_with_look_up(self._queue, self._shards, prepare, timeout_s=ASK_S)
         if not groups:
             return
-        of_batch = partial(Change, state=trained, batch_id=request.batch_id, step=request.step)
+        of_batch = partial(
+            GroupStateChange, state=trained, batch_id=request.batch_id, step=request.step
+        )
         await self._shards.set_states(_changes(groups, of_batch))
         apply = ApplyCommit(batch_id=request.batch_id, step=request.step)
         await self._queue.ask(apply, timeout_s=ASK_S)
@@ -128,7 +130,7 @@ class CommitActor(Actor):
                 s: [task_id for task_id in ids if task_id in reasons] for s, ids in groups.items()
             }
             state = common_pb2.GROUP_STATE_TOMBSTONED
-            changes = _changes(tombstoned, partial(Change, state=state))
+            changes = _changes(tombstoned, partial(GroupStateChange, state=state))
             for change in chain.from_iterable(changes.values()):
                 change.reason = reasons[change.task_id]
             await self._shards.set_states(changes)
@@ -138,7 +140,7 @@ class CommitActor(Actor):
     async def _drop(self, request: DropGroups) -> int:
         groups: dict[str, list[str]] = await self._queue.ask(request, timeout_s=ASK_S)
         state = common_pb2.GROUP_STATE_TOMBSTONED
-        tombstone = partial(Change, state=state, reason=request.reason)
+        tombstone = partial(GroupStateChange, state=state, reason=request.reason)
         await self._shards.set_states(_changes(groups, tombstone))
         task_ids = tuple(chain.from_iterable(groups.values()))
         await self._queue.ask(
@@ -167,7 +169,7 @@ class CommitActor(Actor):
         # the replaced trainer.
         self._noted_head = plan.head
         await self._record.amend(void_before=plan.void_before, head=plan.head)
-        pending = partial(Change, state=common_pb2.GROUP_STATE_PENDING)
+        pending = partial(GroupStateChange, state=common_pb2.GROUP_STATE_PENDING)
         freed = await self._shards.set_states(
             _changes(plan.groups, pending), tombstone_freed=step == 0
         )
@@ -182,6 +184,6 @@ class CommitActor(Actor):
 
 
 def _changes(
-    groups: Mapping[str, Sequence[str]], make: Callable[..., Change]
-) -> dict[str, list[Change]]:
+    groups: Mapping[str, Sequence[str]], make: Callable[..., GroupStateChange]
+) -> dict[str, list[GroupStateChange]]:
     return {shard: [make(task_id=task_id) for task_id in ids] for shard, ids in groups.items()}

@@ -22,7 +22,7 @@ from forge.runtime.coordination.shard_record import LOST, mark_gone, read_record
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.actors.delivery import ask_until_handled
-from services.scheduler.shards.pool_shards import Change, PoolShards
+from services.scheduler.shards.pool_shards import GroupStateChange, PoolShards
 from services.scheduler.shards.shard_membership import ShardMembership
 from services.scheduler.state.messages.groups import DropGroups
 from services.scheduler.state.messages.removals import GroupsMoved, GroupsOn, OnShard, RemoveShard
@@ -186,8 +186,8 @@ def _placed(shard: str, record: common_pb2.GroupRecord) -> common_pb2.GroupRecor
     return placed
 
 
-def _change(record: common_pb2.GroupRecord) -> Change:
-    return Change(
+def _change(record: common_pb2.GroupRecord) -> GroupStateChange:
+    return GroupStateChange(
         task_id=record.task.task_id,
         state=record.state,
         batch_id=record.batch_id,

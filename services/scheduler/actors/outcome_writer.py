@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import Actor
 from forge.runtime.telemetry import log
-from services.scheduler.shards.pool_shards import Change, PoolShards
+from services.scheduler.shards.pool_shards import GroupStateChange, PoolShards
 from services.scheduler.state.messages.groups import StoreFinalStates
 
 RETRY_S = 2.0
@@ -27,7 +27,7 @@ class OutcomeWriter(Actor):
 
     def __init__(self, shards: PoolShards) -> None:
         self._shards = shards
-        self._waiting: dict[str, list[Change]] = {}
+        self._waiting: dict[str, list[GroupStateChange]] = {}
         """By shard: states that its writer has not read yet."""
         self._writers: dict[str, asyncio.Task[None]] = {}
 
@@ -61,7 +61,7 @@ class OutcomeWriter(Actor):
         finally:
             del self._writers[shard]
 
-    async def _store(self, shard: str, changes: list[Change]) -> bool:
+    async def _store(self, shard: str, changes: list[GroupStateChange]) -> bool:
         """False if the write must be retried."""
         try:
             await self._shards.set_states({shard: changes})

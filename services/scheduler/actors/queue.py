@@ -21,7 +21,7 @@ from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
 from services.scheduler import metrics
 from services.scheduler.listening_clock import ListeningClock
 from services.scheduler.long_polls import LongPolls
-from services.scheduler.shards.pool_shards import Change
+from services.scheduler.shards.pool_shards import GroupStateChange
 from services.scheduler.state.draining_runners import (
     ApplyDrains,
     CountLeases,
@@ -107,7 +107,7 @@ class QueueActor(Actor):
         )
         self._trainers = LongPolls[TakeBatch, BatchView](self._take, kind=id)
         self._peers: Connect | None = None
-        self._final_states: list[tuple[str, Change]] = []
+        self._final_states: list[tuple[str, GroupStateChange]] = []
         """With their shards; what `outcome_writer` has not accepted yet."""
         self._logged_cause = ""
         """Cause of the last stall in the log."""
@@ -317,7 +317,7 @@ class QueueActor(Actor):
         self._final_states += self._state.take_final_states(now_s=self._clock())
         if not self._final_states or self._peers is None:
             return
-        by_shard: defaultdict[str, list[Change]] = defaultdict(list)
+        by_shard: defaultdict[str, list[GroupStateChange]] = defaultdict(list)
         for shard, change in self._final_states:
             by_shard[shard].append(change)
         if self._tell(self._peers.outcome_writer, StoreFinalStates(changes=by_shard)):

@@ -37,7 +37,7 @@ MAX_LOOKED_UP = 4096
 IMPORT_S = 300.0
 """Deadline of a copy of groups between shards."""
 
-Change = pool_pb2.SetGroupStatesRequest.Change
+GroupStateChange = pool_pb2.SetGroupStatesRequest.Change
 
 
 def shard_of(instance: Instance) -> str:
@@ -174,7 +174,7 @@ class PoolShards(ShardScans):
             await self._call(shard, "PutGroups", request)
 
     async def set_states(
-        self, changes: Mapping[str, Sequence[Change]], *, tombstone_freed: bool = False
+        self, changes: Mapping[str, Sequence[GroupStateChange]], *, tombstone_freed: bool = False
     ) -> list[str]:
         """Store the states of groups, by shard, in atomic parts of at most `MAX_WRITE_GROUPS`. With
         `tombstone_freed` the tasks whose freed groups are tombstoned instead of pending. Raises the
@@ -193,11 +193,11 @@ class PoolShards(ShardScans):
         self._relocated.update(dict.fromkeys(task_ids, target))
 
     def _by_present_shard(
-        self, changes: Mapping[str, Sequence[Change]]
-    ) -> Mapping[str, Sequence[Change]]:
+        self, changes: Mapping[str, Sequence[GroupStateChange]]
+    ) -> Mapping[str, Sequence[GroupStateChange]]:
         if not self._relocated:
             return changes
-        by_shard: defaultdict[str, list[Change]] = defaultdict(list)
+        by_shard: defaultdict[str, list[GroupStateChange]] = defaultdict(list)
         for shard, changed in changes.items():
             for change in changed:
                 by_shard[self._relocated.get(change.task_id, shard)].append(change)
@@ -306,7 +306,7 @@ class PoolShards(ShardScans):
     async def _set_states(
         self,
         shard: str,
-        changes: Sequence[Change],
+        changes: Sequence[GroupStateChange],
         *,
         term: int = 0,
         tombstone_freed: bool = False,

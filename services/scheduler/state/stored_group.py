@@ -13,7 +13,7 @@ from sys import intern
 from typing import NamedTuple
 
 from forge.core.queue.dispatch.failures import FailureKind, kind_of_abandoned
-from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, StoredAttempt
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.state.domain_progress import outcome_of
@@ -93,14 +93,14 @@ def _spec(record: common_pb2.GroupRecord) -> GroupSpec:
     )
 
 
-def _attempt(summary: common_pb2.TrajectorySummary) -> Attempt:
+def _attempt(summary: common_pb2.TrajectorySummary) -> StoredAttempt:
     name = parse_trajectory_id(summary.trajectory_id)
     state = _ATTEMPTS.get(summary.state, AttemptState.OPEN)
     if state is AttemptState.ABANDONED and (
         kind_of_abandoned(summary.reason) is FailureKind.INFRASTRUCTURE
     ):
         state = AttemptState.LOST
-    return Attempt(name.rollout_index, name.attempt, state)
+    return StoredAttempt(name.rollout_index, name.attempt, state)
 
 
 def _outcomes(group: Group, summaries: Iterable[common_pb2.TrajectorySummary]) -> Sequence[float]:

@@ -20,7 +20,7 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
-from services.scheduler.shards.pool_shards import Change
+from services.scheduler.shards.pool_shards import GroupStateChange
 from services.scheduler.state.domain_progress import Progress, outcome_of
 from services.scheduler.state.draining_runners import DrainingRunners
 from services.scheduler.state.dynamic_sampling import EqualRewards
@@ -135,7 +135,7 @@ class TermState:
             by_shard[self.queue.ledger.group(task_id).spec.shard].append(task_id)
         return dict(by_shard)
 
-    def take_final_states(self, *, now_s: float) -> list[tuple[str, Change]]:
+    def take_final_states(self, *, now_s: float) -> list[tuple[str, GroupStateChange]]:
         """Groups tombstoned or evaluated since the last call, each with its pool shard."""
         changes = []
         for group in self.queue.ledger.settled():
@@ -149,7 +149,7 @@ class TermState:
             else:
                 self.watch.progressed(now_s)
             state = STATES[group.phase]
-            change = Change(task_id=task_id, state=state, reason=group.reason)
+            change = GroupStateChange(task_id=task_id, state=state, reason=group.reason)
             changes.append((group.spec.shard, change))
         self.settled.forget()
         return changes

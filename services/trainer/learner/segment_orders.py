@@ -57,7 +57,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 SegmentOrder = Describe | Serve | Keep | Write
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class SegmentAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of one rank to one order."""
 
     error: str = ""
@@ -107,7 +107,7 @@ class SegmentRanks:
 
     async def _order(
         self, order: SegmentOrder, *, refused: type[ForgeError] = Unavailable
-    ) -> list[Answer]:
+    ) -> list[SegmentAnswer]:
         async with self._turn:
             self._orders += 1
             keys = [answer_key(self._orders, rank) for rank in self._ranks]
@@ -131,8 +131,8 @@ class SegmentRanks:
         except RuntimeError as error:
             raise Unavailable(f"the store of the ranks does not answer: {error}") from error
 
-    def _answers(self, keys: Sequence[str]) -> list[Answer]:
-        answers = [msgspec.json.decode(self._store.get(key), type=Answer) for key in keys]
+    def _answers(self, keys: Sequence[str]) -> list[SegmentAnswer]:
+        answers = [msgspec.json.decode(self._store.get(key), type=SegmentAnswer) for key in keys]
         for rank, answer in zip(self._ranks, answers, strict=True):
             sent_bytes = answer.sent_bytes - self._sent_bytes[rank]
             metrics.WEIGHT_SENT_BYTES.labels(str(rank)).inc(sent_bytes)

@@ -36,9 +36,9 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.segment_orders import (
     LOOK_S,
-    Answer,
     Describe,
     Keep,
+    SegmentAnswer,
     SegmentOrder,
     Serve,
     Write,
@@ -151,7 +151,7 @@ class SegmentServer:
             # The store ends with rank 0, and this process with both.
             log.warning("segment_orders_ended", rank=self._rank, error=str(error))
 
-    async def _answer(self, order: SegmentOrder) -> Answer:
+    async def _answer(self, order: SegmentOrder) -> SegmentAnswer:
         segment, error = None, ""
         try:
             match order:
@@ -167,7 +167,7 @@ class SegmentServer:
         except Exception as failure:  # without an answer rank 0 would wait forever
             said = isinstance(failure, ForgeError | OSError)
             error = f"rank {self._rank}: {failure if said else repr(failure)}"
-        return Answer(error=error, segment=segment, sent_bytes=self._sent_bytes)
+        return SegmentAnswer(error=error, segment=segment, sent_bytes=self._sent_bytes)
 
     async def _describe(self, number: int) -> RankSegment:
         # This rank may still copy.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from forge.agents.attempts import Attempts, Limits
+from forge.agents.attempts import Attempts, RolloutLimits
 from forge.agents.domains import Domains
 from forge.agents.gateways import Gateways
 from forge.agents.scaffolds import Scaffolds
@@ -52,7 +52,7 @@ class Bench:
             scaffolds=self.scaffolds,
             domain=Domains({"sums": domain or SumDomain()}, rewarded=rewards.domains).get,
             scorer=Scorer(rewards),
-            limits=Limits(rollout_s=rollout_s, max_tokens=32),
+            limits=RolloutLimits(rollout_s=rollout_s, max_tokens=32),
         )
         try:
             return await attempt.run(claim)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from forge.agents.domains import PromptDomain
 from forge.agents.environments.base import Transcript
-from forge.agents.launchers.base import Limits
+from forge.agents.launchers.base import ProgramLimits
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.rollout import Gateway, Rollout
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
@@ -58,7 +58,7 @@ async def run_example(
         max_tokens=64,
         temperature=None,
     )
-    words, limits = command_words(command), Limits(memory_bytes=0, processes=0)
+    words, limits = command_words(command), ProgramLimits(memory_bytes=0, processes=0)
     sandbox = ProcessSandbox(tmp_bytes=limits.tmp_bytes)
     launcher = SandboxLauncher(sandbox, limits=limits, words=words)
     await launcher.check()

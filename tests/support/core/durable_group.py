@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, StoredAttempt
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Durable:
 
     def restored(self) -> Group:
         group = Group(self.spec)
-        group.recall(Attempt(*key, state) for key, state in self.attempts.items())
+        group.recall(StoredAttempt(*key, state) for key, state in self.attempts.items())
         group.phase = self.phase
         if not self.phase.open:
             group.batch_id, group.step = self.batch_id, self.step

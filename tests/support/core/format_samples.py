@@ -13,10 +13,10 @@ from random import Random
 from typing import Any
 
 from forge.core.formats import (
-    Answer,
     CallDelta,
     Delta,
     OutputFormat,
+    ParsedAnswer,
     Parser,
     ReasoningDelta,
     TextDelta,
@@ -112,7 +112,7 @@ def writable(output: OutputFormat, calls: Sequence[CallDelta]) -> bool:
     return not any(tag in inside for tag in closing)
 
 
-def read(parser: Parser, pieces: Sequence[str]) -> tuple[Answer, list[Delta]]:
+def read(parser: Parser, pieces: Sequence[str]) -> tuple[ParsedAnswer, list[Delta]]:
     """The answer, and its deltas with neighbors of one kind joined."""
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     joined: list[Delta] = []

@@ -9,7 +9,7 @@ from services.pool.maintenance.compaction import Compactor
 from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef, Readers
 from services.pool.retention import Retention
-from services.pool.service import Limits, PoolServicer
+from services.pool.service import PoolServicer, WriteLimits
 from services.pool.store import PoolStore
 from tests.support.runtime.unused import unused
 
@@ -26,5 +26,5 @@ def make_servicer(
         unused(Erasure),
         unused(GroupMover),
         unused(Retention),
-        Limits(max_turn_bytes=1),
+        WriteLimits(max_turn_bytes=1),
     )

@@ -23,7 +23,7 @@ from services.scheduler.actors.queue import QueueActor
 from services.scheduler.actors.submissions import SubmissionActor
 from services.scheduler.leadership.term import LeaderContext
 from services.scheduler.listening_clock import ListeningClock
-from services.scheduler.shards.pool_shards import Change, Floors, PoolShards
+from services.scheduler.shards.pool_shards import Floors, GroupStateChange, PoolShards
 from services.scheduler.shards.shard_membership import ShardMembership
 from services.scheduler.state.messages.term import Connect
 from services.scheduler.state.term_state import TermState
@@ -44,7 +44,7 @@ class FakeShards(PoolShards):
         """Tasks whose records the pool has freed."""
         self.refusal: type[ForgeError] = Unavailable
         self.groups: dict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
-        self.changes: dict[str, list[Change]] = defaultdict(list)
+        self.changes: dict[str, list[GroupStateChange]] = defaultdict(list)
         self.stored: dict[str, common_pb2.TrajectorySummary] = {}
         self.shards = {"s0", "s1"}
         self.scanned: list[pool_pb2.ScanGroupsResponse] = []
@@ -64,7 +64,7 @@ class FakeShards(PoolShards):
         self.groups[shard] += groups
 
     async def set_states(
-        self, changes: Mapping[str, Sequence[Change]], *, tombstone_freed: bool = False
+        self, changes: Mapping[str, Sequence[GroupStateChange]], *, tombstone_freed: bool = False
     ) -> list[str]:
         for shard, changed in changes.items():
             await self._answer(shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from forge.cli.deploy.host.changes import Change, Changes
+from forge.cli.deploy.host.file_history import FileHistory, FileVersion
 from forge.cli.deploy.inventory.kinds import ETCD, has_data
 from forge.cli.deploy.render.rendered import FileEntry, Manifest, UnitEntry
 from forge.cli.finding import Finding
@@ -79,16 +79,16 @@ class HostState:
     """Whether forge.target is enabled."""
     owner: str = "root:root"
     """The expected owner of all files."""
-    changes: Changes = field(default_factory=Changes)
+    changes: FileHistory = field(default_factory=FileHistory)
 
-    def contents(self) -> dict[str, Change]:
+    def contents(self) -> dict[str, FileVersion]:
         """Return the present contents of files by path, the link of the release among them."""
         found = {
-            path: Change(unix_s=one.changed_unix_s, digest=one.sha256)
+            path: FileVersion(unix_s=one.changed_unix_s, digest=one.sha256)
             for path, one in self.files.items()
         }
         if self.release:
-            found[LINK] = Change(unix_s=self.linked_unix_s, digest=self.release)
+            found[LINK] = FileVersion(unix_s=self.linked_unix_s, digest=self.release)
         return found
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from forge.cli.deploy.host import comparison
-from forge.cli.deploy.host.changes import read_changes
 from forge.cli.deploy.host.comparison import FoundFile, FoundUnit, HostState, Listener
+from forge.cli.deploy.host.file_history import read_file_history
 from forge.cli.deploy.inventory.kinds import MAY_END
 from forge.cli.deploy.render.rendered import MANIFEST, SECRET, TREE, Manifest, digest, read_manifest
 from forge.core.errors import InvalidArgument, Unavailable
@@ -98,7 +98,7 @@ def read_host(directory: HostDirectory, manifest: Manifest) -> HostState:
         has_model=not manifest.model or (Path(manifest.model) / "config.json").is_file(),
         absent_data=tuple(one for one in manifest.data if not Path(one).is_file()),
         starts_at_boot=systemctl("is-enabled", "forge.target", check=False).strip() == "enabled",
-        changes=read_changes(CHANGES),
+        changes=read_file_history(CHANGES),
     )
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forge.cli.deploy.host.changes import Changes, write_changes
 from forge.cli.deploy.host.comparison import HostState, stale_since
+from forge.cli.deploy.host.file_history import FileHistory, write_file_history
 from forge.cli.deploy.host.host import (
     CHANGES,
     DEPLOYED,
@@ -91,10 +91,10 @@ def install(source: Path) -> Installed:
     )
 
 
-def _note(manifest: Manifest, state: HostState) -> Changes:
+def _note(manifest: Manifest, state: HostState) -> FileHistory:
     noted = state.changes.noted(manifest.units, state.contents(), now_unix_s=time.time())
     if noted != state.changes:
-        write_changes(CHANGES, noted)
+        write_file_history(CHANGES, noted)
     return noted
 
 

@@ -32,7 +32,7 @@ Values = Mapping[int, TurnValues]
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _CachedValues:
     values: Values
     note: str
     read_s: float
@@ -49,7 +49,7 @@ class TokenValuesCache:
     ) -> None:
         self._read = read
         self._clock = clock
-        self._answers: OrderedDict[str, _Answer] = OrderedDict()
+        self._answers: OrderedDict[str, _CachedValues] = OrderedDict()
         self._reading = asyncio.Lock()
 
     async def get(self, trajectory_id: str) -> tuple[Values, str]:
@@ -64,14 +64,14 @@ class TokenValuesCache:
             self._answers.move_to_end(trajectory_id)
             return answer.values, answer.note
 
-    async def _fetched(self, trajectory_id: str) -> _Answer:
+    async def _fetched(self, trajectory_id: str) -> _CachedValues:
         try:
             values, note = await self._read(trajectory_id), ""
         except NotFound:
             values, note = {}, NOT_STORED
         except ForgeError as error:
             values, note = {}, f"The trainer's values cannot be read: {error}"
-        return _Answer(values, note, self._clock())
+        return _CachedValues(values, note, self._clock())
 
 
 def value_rows(

@@ -131,7 +131,7 @@ class Gemini:
         headers: dict[str, str],
         *,
         stream: bool,
-    ) -> tuple[Answer, TurnRequest]:
+    ) -> tuple[GenerateAnswer, TurnRequest]:
         """Returns the answer to be and its turn request."""
         arrived, edge = Moment.now(), self._edge
         config = schema.config_of(asked, headers)
@@ -156,7 +156,7 @@ class Gemini:
             arrived=arrived,
         )
         thinking = config.thinking_config
-        answer = Answer(
+        answer = GenerateAnswer(
             turns=turns,
             model=request.match_info["model"],
             candidates=schema.candidates_of(config),
@@ -167,7 +167,7 @@ class Gemini:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class GenerateAnswer:
     """The answer to one request."""
 
     turns: Turns
@@ -256,7 +256,9 @@ class Answer:
 class _Candidate(Choice):
     """The events of one candidate."""
 
-    def __init__(self, answer: Answer, session: Session, request: TurnRequest, index: int) -> None:
+    def __init__(
+        self, answer: GenerateAnswer, session: Session, request: TurnRequest, index: int
+    ) -> None:
         super().__init__()
         self._answer = answer
         self._session = session

@@ -86,7 +86,7 @@ class _Case:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Answer:
+class _SampledTokens:
     ids: list[int] = field(default_factory=list)
     likeliest: list[dict[int, float]] = field(default_factory=list)
     """All tokens with their log-probs, at each position."""
@@ -296,7 +296,7 @@ class _Pair:
         )
         self._decode.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
 
-    def sample(self, prompts: Sequence[list[int]], *, vocabulary: int) -> list[_Answer]:
+    def sample(self, prompts: Sequence[list[int]], *, vocabulary: int) -> list[_SampledTokens]:
         """Sample an answer to each: the last one is read after the others, all are decoded
         together."""
         sampling = Sampling(
@@ -313,7 +313,7 @@ class _Pair:
             for number, ids in enumerate(prompts)
         ]
         held = [*self._read(asked[:-1]), *self._read(asked[-1:])]
-        answers = [_Answer() for _ in asked]
+        answers = [_SampledTokens() for _ in asked]
         for prompt, one, answer in zip(asked, held, answers, strict=True):
             answer.add(one.prefilled.first)
             self._join(prompt, one, answer)
@@ -337,7 +337,7 @@ class _Pair:
             pass
         return [held[prompt.request_id] for prompt in prompts]
 
-    def _join(self, prompt: Prompt, held: HeldPrompt, answer: _Answer) -> None:
+    def _join(self, prompt: Prompt, held: HeldPrompt, answer: _SampledTokens) -> None:
         cached: int = self._decode.receive(Reserve(prompt=prompt))
         kv = held.kv[:, :, :, cached:]
         span = KvSpan(

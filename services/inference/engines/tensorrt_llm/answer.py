@@ -29,7 +29,7 @@ _MOST_EMPTY_LEGS = 3
 """Legs in a row that the library ends without a token and without cause."""
 
 
-class Answer:
+class LlmAnswer:
     """Tokens of one request, until a finish or an error."""
 
     def __init__(

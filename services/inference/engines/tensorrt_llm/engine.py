@@ -37,7 +37,7 @@ from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.tensorrt_llm.answer import Answer
+from services.inference.engines.tensorrt_llm.answer import LlmAnswer
 from services.inference.engines.tensorrt_llm.arguments import Role, engine_arguments, transfers
 from services.inference.engines.tensorrt_llm.cache_events import CacheEvents
 from services.inference.engines.tensorrt_llm.hand_off import (
@@ -87,7 +87,7 @@ class _Held:
 
     prompt_tokens: int
     version: int
-    answer: Answer | None = None
+    answer: LlmAnswer | None = None
     """Role both: runs on while it is held."""
     hand_off: bytes = b""
     expiry: asyncio.TimerHandle
@@ -113,7 +113,7 @@ class TensorRtLlm:
         self._llm = llm
         self._cache = CacheEvents(self.cache_reports, block_tokens=options.block_tokens)
         self._held: dict[str, _Held] = {}
-        self._answers: set[Answer] = set()
+        self._answers: set[LlmAnswer] = set()
         self._reads: set[asyncio.Task[Any]] = set()
         self._watches: list[asyncio.Task[None]] = []
 
@@ -308,7 +308,7 @@ class TensorRtLlm:
         hold_s: float,
         *,
         version: int,
-        answer: Answer | None = None,
+        answer: LlmAnswer | None = None,
         hand_off: bytes = b"",
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -322,9 +322,9 @@ class TensorRtLlm:
 
     def _answer(
         self, prompt: Prompt, *, first: Tokens | None = None, hand_off: HandOff | None
-    ) -> Answer:
+    ) -> LlmAnswer:
         self._answers = {one for one in self._answers if not one.is_done}
-        answer = Answer(self._llm, prompt, first=first, hand_off=hand_off)
+        answer = LlmAnswer(self._llm, prompt, first=first, hand_off=hand_off)
         self._answers.add(answer)
         return answer
 

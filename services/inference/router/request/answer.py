@@ -13,7 +13,7 @@ from services.inference.router.fleet.needs import Needs
 from services.inference.router.fleet.workers import Engine
 
 
-class Answer:
+class RoutedAnswer:
     """Tokens of one request, in order, from all workers that sampled some."""
 
     def __init__(self, request: pb.SampleRequest, prompt: Prompt, *, context_tokens: int) -> None:

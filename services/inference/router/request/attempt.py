@@ -41,7 +41,7 @@ class _EarlyDecode:
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempt(WorkerCalls):
+class SampleAttempt(WorkerCalls):
     """Continues an answer on the cheapest workers."""
 
     _early: _EarlyDecode | None = None

@@ -29,8 +29,8 @@ from services.inference.engines.base import Prompt
 from services.inference.router.fleet.needs import CannotContinue
 from services.inference.router.messages import Admission, Admit, Leave
 from services.inference.router.metrics import STARTED_OVER
-from services.inference.router.request.answer import Answer
-from services.inference.router.request.attempt import MOVES, Attempt
+from services.inference.router.request.answer import RoutedAnswer
+from services.inference.router.request.attempt import MOVES, SampleAttempt
 from services.inference.router.request.lost_workers import LostWorkers
 from services.inference.router.worker_streams import WorkerStreams
 
@@ -55,7 +55,7 @@ class Run:
         self._session_id = request.session_id
         self._request_id = prompt.request_id
         self._stream = request.stream
-        self._answer = Answer(request, prompt, context_tokens=context_tokens)
+        self._answer = RoutedAnswer(request, prompt, context_tokens=context_tokens)
         self._router = router
         self._streams = streams
         self._config = config
@@ -137,8 +137,8 @@ class Run:
                 self._timings.queue_s += now_s - began_s
                 await asyncio.sleep(error.retry_after_s or _RETRY_PAUSE_S)
 
-    def _attempt(self) -> Attempt:
-        return Attempt(
+    def _attempt(self) -> SampleAttempt:
+        return SampleAttempt(
             answer=self._answer,
             timings=self._timings,
             session_id=self._session_id,

@@ -36,7 +36,7 @@ from services.inference.router.messages import (
     Prefilled,
     Sampled,
 )
-from services.inference.router.request.answer import Answer
+from services.inference.router.request.answer import RoutedAnswer
 from services.inference.router.request.lost_workers import LostWorkers
 from services.inference.router.worker_streams import WorkerStreams
 
@@ -53,7 +53,7 @@ Settle = Callable[[Prefilled | Decoded | Failed], None]
 class WorkerCalls:
     """Calls for one answer, in one attempt."""
 
-    answer: Answer
+    answer: RoutedAnswer
     timings: TurnTimings
     """Gets the times of the calls."""
     session_id: str

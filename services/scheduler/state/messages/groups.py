@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forge.v1 import common_pb2
-from services.scheduler.shards.pool_shards import Change
+from services.scheduler.shards.pool_shards import GroupStateChange
 from services.scheduler.state.left_out_groups import LeftOut
 from services.scheduler.state.stored_group import StoredGroup
 
@@ -125,4 +125,4 @@ class DropGroups:
 class StoreFinalStates:
     """To outcome_writer: groups tombstoned or evaluated, by pool shard."""
 
-    changes: Mapping[str, Sequence[Change]]
+    changes: Mapping[str, Sequence[GroupStateChange]]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge.agents.launchers.bare import BareLauncher
-from forge.agents.launchers.base import Launcher, Limits, Request
+from forge.agents.launchers.base import Launcher, ProgramLimits, Request
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.rollout import Gateway
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
@@ -19,7 +19,7 @@ from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import rollout
 
 STARTS = 12
-LIMITS = Limits(memory_bytes=0, processes=0)
+LIMITS = ProgramLimits(memory_bytes=0, processes=0)
 
 
 class Turns:

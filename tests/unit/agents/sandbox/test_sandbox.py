@@ -16,7 +16,7 @@ import pytest
 from forge.agents.environments import code
 from forge.agents.environments.base import Transcript
 from forge.agents.sandbox import bubblewrap
-from forge.agents.sandbox.program_sandbox import Limits, Sandbox
+from forge.agents.sandbox.program_sandbox import Sandbox, SandboxLimits
 from forge.core.errors import FailedPrecondition
 from tests.support.runtime.waiting import until
 
@@ -53,7 +53,7 @@ async def programs(parent: int) -> list[psutil.Process]:
 
 @pytest.fixture
 def sandbox() -> Sandbox:
-    sandbox = Sandbox(Limits(wall_s=60.0))
+    sandbox = Sandbox(SandboxLimits(wall_s=60.0))
     sandbox.unsafe = True
     return sandbox
 
@@ -98,7 +98,7 @@ async def test_forbidden_action_is_refused_by_name(
 async def test_endless_program_is_ended() -> None:
     """An endless loop uses up its CPU time, and no process stays behind."""
     before = set(psutil.Process().children(recursive=True))
-    outcome = await Sandbox(Limits(cpu_s=1)).run("while True: pass")
+    outcome = await Sandbox(SandboxLimits(cpu_s=1)).run("while True: pass")
     assert outcome.error == "TimeoutError: more than 1 s of CPU time"
     assert not set(psutil.Process().children(recursive=True)) - before
 
@@ -109,14 +109,14 @@ async def test_endless_program_is_ended() -> None:
 )
 async def test_program_that_survives_its_cpu_limit_is_killed(program: str) -> None:
     """It ignores or catches the signal; the kernel's second limit cannot be caught."""
-    outcome = await Sandbox(Limits(cpu_s=1)).run(program)
+    outcome = await Sandbox(SandboxLimits(cpu_s=1)).run(program)
     assert outcome.error
 
 
 @pytest.mark.parametrize("program", ENDLESS_WAITS)
 async def test_waiting_program_is_ended(program: str) -> None:
     """It uses no CPU time: sleeps are added up, and other waits end at the deadline."""
-    outcome = await Sandbox(Limits(wall_s=1.0)).run(program)
+    outcome = await Sandbox(SandboxLimits(wall_s=1.0)).run(program)
     assert outcome.error.startswith("TimeoutError: ")
 
 
@@ -137,7 +137,7 @@ async def test_program_delayed_by_its_host_gets_its_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A loaded host runs a correct program late, here by SIGSTOP for seconds: it has not failed."""
-    sandbox = Sandbox(Limits(sleep_s=600))
+    sandbox = Sandbox(SandboxLimits(sleep_s=600))
     sandbox.unsafe = bool(await sandbox.problem())
     monkeypatch.setattr(code, "SANDBOX", sandbox)
     episode = code.CodeDomain().episode({"quantity": "sum", "numbers": [41, 17, 32]})

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from forge.agents.launchers.bare import BareLauncher
-from forge.agents.launchers.base import OUTPUT_BYTES, Launcher, Limits
+from forge.agents.launchers.base import OUTPUT_BYTES, Launcher, ProgramLimits
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.scaffolds.command import LOGGED_CHARS, Command, command_words
@@ -26,7 +26,7 @@ from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import SumEpisode, rollout
 from tests.support.runtime.waiting import until
 
-NO_LIMITS = Limits(memory_bytes=0, processes=0)
+NO_LIMITS = ProgramLimits(memory_bytes=0, processes=0)
 AGENT = """
 import os, sys
 from openai import OpenAI
@@ -60,7 +60,9 @@ async def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         if problem := await sandbox.problem():
             pytest.skip(problem)
 
-    def made(command: str, *, limits: Limits = NO_LIMITS, passed: Sequence[str] = ()) -> Command:
+    def made(
+        command: str, *, limits: ProgramLimits = NO_LIMITS, passed: Sequence[str] = ()
+    ) -> Command:
         words = command_words(command)
         launcher: Launcher = BareLauncher(limits)
         if request.param == "bubblewrap":
@@ -259,7 +261,9 @@ async def test_memory_is_limited(make: Make) -> None:
     """A program that takes more than it may fails by itself."""
     program = "x = bytearray(512 << 20); print('4')"
     with pytest.raises(RuntimeError, match="MemoryError"):
-        await answer_of(make(python(program), limits=Limits(memory_bytes=256 << 20, processes=0)))
+        await answer_of(
+            make(python(program), limits=ProgramLimits(memory_bytes=256 << 20, processes=0))
+        )
 
 
 def running(mark: str) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.queue.admission import Admission, Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, StoredAttempt
 from forge.core.trajectory import TaskId
 
 
@@ -250,7 +250,7 @@ def test_partly_stored_commit_is_completed() -> None:
     stored, lost = make_group("a", 0), make_group("a", 1)
     stored.phase, stored.batch_id, stored.step = Phase.TRAINED, "batch-0-0", 3
     for group in (stored, lost):
-        group.recall([Attempt(0, 0, AttemptState.SEALED)])
+        group.recall([StoredAttempt(0, 0, AttemptState.SEALED)])
     stored.close()
     queue.add_group(stored, now_s=0.0)
     queue.add_group(lost, now_s=0.0)

@@ -9,7 +9,14 @@ import pytest
 from forge.core.queue.admission import PartialGroups, QueueSettings
 from forge.core.queue.dispatch.failures import FailureKind, abandon_reason, kind_of_abandoned
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase, RolloutPhase
+from forge.core.queue.groups import (
+    AttemptState,
+    Group,
+    GroupSpec,
+    Phase,
+    RolloutPhase,
+    StoredAttempt,
+)
 from forge.core.trajectory import TaskId
 
 INFRASTRUCTURE = FailureKind.INFRASTRUCTURE
@@ -253,7 +260,7 @@ def test_next_leader_reads_an_abandoned_attempt_as_infrastructure_failure() -> N
     queue = make_queue(term=1, max_attempts=1)
     spec = GroupSpec(task_id=TaskId("a"), index=0, domain="code", shard="s0", size=1)
     group = Group(spec)
-    group.recall(Attempt(0, attempt, AttemptState.LOST) for attempt in range(5))
+    group.recall(StoredAttempt(0, attempt, AttemptState.LOST) for attempt in range(5))
     queue.add_group(group, now_s=0.0)
     assert group.rollout(0).failures == 0
     assert lease(queue) == ["a:0:1000"]

@@ -9,7 +9,7 @@ import pytest
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.queue.admission import Admission, PartialGroups, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, StoredAttempt
 from forge.core.trajectory import TaskId
 
 
@@ -272,7 +272,7 @@ def test_new_leader_adopts_renewed_claims() -> None:
     """A change of leader loses no running work: runners renew, and keep their rollouts."""
     queue = make_queue(term=1, hold_s=10.0)
     group = make_group("a", 0, size=2)
-    group.recall([Attempt(0, 0, AttemptState.OPEN)])
+    group.recall([StoredAttempt(0, 0, AttemptState.OPEN)])
     add(queue, group)
     assert lease(queue, now_s=9.0) == []
     assert queue.rollouts.renew("a:0:0", now_s=9.0)
@@ -299,7 +299,7 @@ def test_abandoned_attempts_of_an_earlier_term_count_as_failures() -> None:
     """A rollout that fails under every leader is tombstoned all the same."""
     queue = make_queue(term=1, max_attempts=2)
     group = make_group("a", 0)
-    group.recall([Attempt(0, 0, AttemptState.ABANDONED)])
+    group.recall([StoredAttempt(0, 0, AttemptState.ABANDONED)])
     add(queue, group)
     (trajectory_id,) = lease(queue)
     fail(queue, trajectory_id)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import Attempt, AttemptState, Group, GroupSpec, Phase
+from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, StoredAttempt
 from forge.core.trajectory import TaskId
 
 SIZE = 4
@@ -17,7 +17,7 @@ def make_group(index: int, *, shard: str = "s0", phase: Phase = Phase.QUEUED) ->
     spec = GroupSpec(task_id=TaskId(f"t{index}"), index=index, domain="code", shard=shard, size=1)
     group = Group(spec)
     if phase is Phase.COMPLETE:
-        group.recall([Attempt(0, 0, AttemptState.SEALED)])
+        group.recall([StoredAttempt(0, 0, AttemptState.SEALED)])
     elif phase.consumed:
         group.phase = phase
         group.close()
@@ -128,7 +128,7 @@ def test_claims_on_unread_groups_are_adopted_later() -> None:
     assert rollouts.renew_unread("t1:0:0", now_s=0.0)
     assert len(rollouts) == 0
     group = make_group(0, shard="s1")
-    group.recall([Attempt(0, 0, AttemptState.OPEN)])
+    group.recall([StoredAttempt(0, 0, AttemptState.OPEN)])
     queue.add_group(group, now_s=1.0)
     rollouts.all_read(now_s=1.0)
     assert len(rollouts) == 1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.v1 import common_pb2
-from services.gateway.external.answer import MAX_LINE_BYTES, Answer, called_turn
+from services.gateway.external.answer import MAX_LINE_BYTES, ExternalAnswer, called_turn
 
 CHAT = (
     b'data: {"choices":[{"delta":{"content":"[DONE]"}}]}\n\n'
@@ -28,7 +28,7 @@ RESPONSES = (
 )
 
 
-def read(answer: Answer, stream: bytes, *cuts: int) -> list[bytes]:
+def read(answer: ExternalAnswer, stream: bytes, *cuts: int) -> list[bytes]:
     """Adds the stream in pieces; returns it with a line before its last event, if that is seen."""
     out = []
     for first, last in pairwise([0, *sorted(cuts), len(stream)]):
@@ -46,7 +46,7 @@ def test_usage_and_last_event_are_found_however_the_stream_is_cut(
     stream: bytes, cuts: list[int]
 ) -> None:
     """Inserted lines stand before a line of the stream, never inside one."""
-    answer = Answer(streamed=True, recorded_bytes=1 << 16)
+    answer = ExternalAnswer(streamed=True, recorded_bytes=1 << 16)
     out = b"".join(read(answer, stream, *(cut for cut in cuts if cut <= len(stream))))
     assert (answer.prompt_tokens, answer.sampled_tokens, answer.ended) == (11, 3, True)
     assert answer.text() == (stream.decode(), 0)
@@ -57,7 +57,7 @@ def test_usage_and_last_event_are_found_however_the_stream_is_cut(
 
 def test_stream_without_its_last_event_has_not_ended() -> None:
     """Words of the answer do not end it."""
-    answer = Answer(streamed=True, recorded_bytes=10)
+    answer = ExternalAnswer(streamed=True, recorded_bytes=10)
     read(answer, CHAT[: CHAT.rindex(b"data: ")])
     assert not answer.ended
     text, omitted = answer.text()
@@ -68,7 +68,7 @@ def test_stream_without_its_last_event_has_not_ended() -> None:
 def test_any_bytes_are_read(pieces: list[bytes]) -> None:
     """An API may send what it likes."""
     for streamed in (True, False):
-        answer = Answer(streamed=streamed, recorded_bytes=64)
+        answer = ExternalAnswer(streamed=streamed, recorded_bytes=64)
         for piece in pieces:
             answer.add(piece)
         answer.read_usage(b"".join(pieces))
@@ -77,7 +77,7 @@ def test_any_bytes_are_read(pieces: list[bytes]) -> None:
 
 def test_endless_line_is_not_kept() -> None:
     """The memory of a call is bounded by its settings."""
-    answer = Answer(streamed=True, recorded_bytes=0)
+    answer = ExternalAnswer(streamed=True, recorded_bytes=0)
     for _ in range(40):
         answer.add(b"x" * (1 << 16))
     assert len(answer._line) <= MAX_LINE_BYTES + 1
@@ -86,7 +86,7 @@ def test_endless_line_is_not_kept() -> None:
 
 def test_absurd_usage_is_bounded() -> None:
     """The record has 32 bits for it."""
-    answer = Answer(streamed=False, recorded_bytes=64)
+    answer = ExternalAnswer(streamed=False, recorded_bytes=64)
     answer.read_usage(b'{"usage": {"prompt_tokens": -5, "completion_tokens": 99999999999}}')
     turn = called_turn("m", "external", b"{}", answer, recorded_bytes=64, whole=True)
     assert (turn.other_model.prompt_tokens, turn.other_model.sampled_tokens) == (0, 2**32 - 1)
@@ -94,7 +94,7 @@ def test_absurd_usage_is_bounded() -> None:
 
 def test_record_keeps_the_end_of_a_request_and_the_beginning_of_an_answer() -> None:
     """The newest messages stand at the end; vectors are not kept."""
-    answer = Answer(streamed=False, recorded_bytes=4)
+    answer = ExternalAnswer(streamed=False, recorded_bytes=4)
     answer.add(b"abcdefgh")
     turn = called_turn("m", "external", b"12345678", answer, recorded_bytes=4, whole=False)
     assert json.loads(turn.messages_json) == {

@@ -12,7 +12,7 @@ from forge.core.errors import DeadlineExceeded, StaleFence, Unavailable
 from forge.runtime.coordination import Discovery, Instance, Leadership
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import common_pb2, pool_pb2
-from services.scheduler.shards.pool_shards import Change, PoolShards
+from services.scheduler.shards.pool_shards import GroupStateChange, PoolShards
 from tests.support.runtime.unused import unused
 
 
@@ -67,7 +67,7 @@ async def test_write_of_a_deposed_leader_is_unavailable() -> None:
     UNAVAILABLE sends both to the leader."""
     shards = PoolShards(unused(Discovery), FencedPool(), Asleep(), timeout_s=1.0)
     with pytest.raises(Unavailable, match="is no longer the leader"):
-        await shards.set_states({"s0": [Change(task_id="a")]})
+        await shards.set_states({"s0": [GroupStateChange(task_id="a")]})
     with pytest.raises(Unavailable, match="is no longer the leader"):
         await shards.put_groups("s0", [common_pb2.GroupRecord()])
 

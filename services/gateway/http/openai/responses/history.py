@@ -177,7 +177,7 @@ def messages_of(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Answer:
+class _AssistantItems:
     """One assistant message, built from items."""
 
     response: str | None
@@ -210,12 +210,15 @@ class _History:
 
     def __init__(self, images: ImagePolicy) -> None:
         self._images = images
-        self._entries: list[Message | _Answer] = []
-        self._answer: _Answer | None = None
+        self._entries: list[Message | _AssistantItems] = []
+        self._answer: _AssistantItems | None = None
         """The last answer, while only tool results follow it."""
 
     def messages(self) -> list[Message]:
-        return [entry.message() if isinstance(entry, _Answer) else entry for entry in self._entries]
+        return [
+            entry.message() if isinstance(entry, _AssistantItems) else entry
+            for entry in self._entries
+        ]
 
     def add_item(self, item: dict[str, Any]) -> None:
         kind = item.get("type") or "message"
@@ -262,18 +265,18 @@ class _History:
         # If an item has both, the summary repeats the content.
         self._part("reasoning", item.id).reasoning.append(_text(item.content or item.summary))
 
-    def _part(self, kind: str, given_id: str | None) -> _Answer:
+    def _part(self, kind: str, given_id: str | None) -> _AssistantItems:
         """Returns the answer of an assistant's item."""
         response = key_of_item(given_id)
         answer = self._answer
         if answer is None or not self._continues(answer, kind, response):
-            answer = self._answer = _Answer(response=response)
+            answer = self._answer = _AssistantItems(response=response)
             self._entries.append(answer)
         answer.response = answer.response or response
         answer.last = kind
         return answer
 
-    def _continues(self, answer: _Answer, kind: str, response: str | None) -> bool:
+    def _continues(self, answer: _AssistantItems, kind: str, response: str | None) -> bool:
         if self._entries[-1] is answer:
             return answer.takes(kind, response)
         # Some clients send each result directly after its call. Without ids, several turns with

@@ -9,13 +9,6 @@ from pathlib import Path
 import pytest
 
 from forge.cli.deploy.host import host
-from forge.cli.deploy.host.changes import (
-    MOST_CHANGES,
-    Change,
-    Changes,
-    read_changes,
-    write_changes,
-)
 from forge.cli.deploy.host.comparison import (
     LINK,
     FoundFile,
@@ -24,6 +17,13 @@ from forge.cli.deploy.host.comparison import (
     Listener,
     differences,
     stale_since,
+)
+from forge.cli.deploy.host.file_history import (
+    MOST_CHANGES,
+    FileHistory,
+    FileVersion,
+    read_file_history,
+    write_file_history,
 )
 from forge.cli.deploy.host.host import HostDirectory, first_difference
 from forge.cli.deploy.render.render import rendered_hosts
@@ -287,16 +287,16 @@ def test_removed_file_makes_its_unit_stale_until_a_restart(manifest: Manifest) -
 def test_noted_changes_are_bounded_and_survive_their_file(tmp_path: Path) -> None:
     """A damaged or absent file is no history: times of files decide then."""
     file, unit = tmp_path / "changes", UnitEntry(name=POOL, kind="pool", inputs=("/a",))
-    changes = Changes()
+    changes = FileHistory()
     for number in range(MOST_CHANGES + 3):
-        present = {"/a": Change(unix_s=float(number), digest=str(number))}
+        present = {"/a": FileVersion(unix_s=float(number), digest=str(number))}
         changes = changes.noted([unit], present, now_unix_s=0.0)
     assert len(changes.files["/a"]) == MOST_CHANGES
-    write_changes(file, changes)
-    assert read_changes(file) == changes
+    write_file_history(file, changes)
+    assert read_file_history(file) == changes
     assert changes.differs("/a", changes.files["/a"][-1], since_unix_s=1.0)
     file.write_text("{")
-    assert read_changes(file) == read_changes(tmp_path / "absent") == Changes()
+    assert read_file_history(file) == read_file_history(tmp_path / "absent") == FileHistory()
 
 
 @pytest.mark.parametrize(

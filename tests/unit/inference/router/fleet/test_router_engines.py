@@ -30,7 +30,7 @@ from services.inference.router.messages import (
     PlacePrefill,
     Prefilled,
 )
-from services.inference.router.request.answer import Answer
+from services.inference.router.request.answer import RoutedAnswer
 from tests.support.inference.router import PROMPT, Harness, announced, harness
 
 STREAM = replace(
@@ -358,7 +358,7 @@ async def test_canary_never_costs_an_answer() -> None:
 def test_answer_names_its_engines_in_order() -> None:
     """An engine that continues its own tokens counts once; a resampled answer forgets."""
     request = pb.SampleRequest(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=9))
-    answer = Answer(
+    answer = RoutedAnswer(
         request, Prompt(request_id="r", ids=PROMPT, sampling=PLAIN), context_tokens=1000
     )
     token = SampledTokens(ids=bytes(4), logprobs=bytes(4), weight_versions=bytes(4))

@@ -15,7 +15,7 @@ from services.pool.data.commands import FreeGroups
 from services.pool.data.reads.query import query
 from services.pool.maintenance.backup import backup
 from services.pool.maintenance.backup.restore import restore
-from services.pool.storage.change_log import Change, change_key
+from services.pool.storage.change_log import TrajectoryChange, change_key
 from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.keys import group_key, queue_key, reward_key, trajectory_key, turn_key
 from services.pool.storage.records import decode_header, encode_header
@@ -153,7 +153,7 @@ def test_freed_groups_are_no_damage(open_store, tmp_path):
             lambda records: records.put(
                 Table.CHANGES,
                 change_key(9),
-                msgspec.msgpack.encode(Change(kind=1, trajectory=a(), logged_unix_s=1.0)),
+                msgspec.msgpack.encode(TrajectoryChange(kind=1, trajectory=a(), logged_unix_s=1.0)),
             ),
             ["changes 9: is newer than the newest, 3", "changes 9: its trajectory knows nothing"],
         ),

@@ -23,7 +23,7 @@ the file's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Change:
+class FileVersion:
     """One content of a file."""
 
     unix_s: float
@@ -33,17 +33,17 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """All noted changes of one host."""
+class FileHistory:
+    """The contents that the files of one host had."""
 
-    files: Mapping[str, tuple[Change, ...]] = field(default_factory=dict)
+    files: Mapping[str, tuple[FileVersion, ...]] = field(default_factory=dict)
     """By path, oldest first."""
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By unit: the files that it has read since it is in the inventory."""
 
     def noted(
-        self, units: Iterable[UnitEntry], present: Mapping[str, Change], *, now_unix_s: float
-    ) -> Changes:
+        self, units: Iterable[UnitEntry], present: Mapping[str, FileVersion], *, now_unix_s: float
+    ) -> FileHistory:
         """Return these changes with the present contents, and the inputs of the present units."""
         inputs = {
             unit.name: tuple(sorted({*self.inputs.get(unit.name, ()), *unit.inputs}))
@@ -54,14 +54,14 @@ class Changes:
             known = self.files.get(path, ())
             found = present.get(path)
             if found is None and known:
-                found = Change(unix_s=now_unix_s, digest="")
+                found = FileVersion(unix_s=now_unix_s, digest="")
             if found is not None and (not known or known[-1].digest != found.digest):
                 known = (*known, found)
             if known:
                 files[path] = known[-MOST_CHANGES:]
-        return Changes(files=files, inputs=inputs)
+        return FileHistory(files=files, inputs=inputs)
 
-    def differs(self, path: str, present: Change | None, *, since_unix_s: float) -> bool:
+    def differs(self, path: str, present: FileVersion | None, *, since_unix_s: float) -> bool:
         """Return whether a file now differs from its content at a time.
 
         A change that was not noted, by hand, counts as a difference. An absent file that was never
@@ -76,26 +76,26 @@ class Changes:
         return at != present.digest or known[-1] != present
 
 
-def _digest_at(known: tuple[Change, ...], unix_s: float) -> str | None:
+def _digest_at(known: tuple[FileVersion, ...], unix_s: float) -> str | None:
     """The content at a time; None if it is not known."""
-    for one, later in pairwise((*known, Change(unix_s=float("inf"), digest=""))):
+    for one, later in pairwise((*known, FileVersion(unix_s=float("inf"), digest=""))):
         if one.unix_s <= unix_s < later.unix_s:
             return one.digest
     return None
 
 
-def read_changes(file: Path) -> Changes:
+def read_file_history(file: Path) -> FileHistory:
     """Return the noted changes of a host; none without the file, or with a damaged one."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Changes)
+        return msgspec.json.decode(file.read_bytes(), type=FileHistory)
     except (FileNotFoundError, msgspec.MsgspecError):
         # Without them a unit is compared by the times of its files.
-        return Changes()
+        return FileHistory()
     except OSError as error:
         raise InvalidArgument(f"{file}: {error.strerror}; run it as root") from None
 
 
-def write_changes(file: Path, changes: Changes) -> None:
+def write_file_history(file: Path, changes: FileHistory) -> None:
     """Replace the noted changes of a host. Raises `InvalidArgument`."""
     try:
         replace_private_file(file, msgspec.json.encode(changes).decode() + "\n")
