@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.table import Column, Table
 from rich.text import Text
@@ -15,7 +16,17 @@ from forge.cli.queue.command import line_of
 from forge.cli.status.system_state import SystemState, read_state
 from forge.cli.trouble import queue_lines
 from forge.core.errors import ForgeError
+from forge.runtime.weights import ERROR_KEY
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
+
+_FOR_PROGRAMS = frozenset(
+    {
+        *("block_tokens", "cache_reports", "capabilities", "host_memory", "incarnation", "leader"),
+        *("lineage", "prefills_in_decode", "shared_http", "worker_stream"),
+        ERROR_KEY,
+    }
+)
+"""Metadata that one service reads of another, or that is a problem below; `--json` has it."""
 
 
 async def show_status(at: Connection, *, as_json: bool = False) -> None:
@@ -25,7 +36,7 @@ async def show_status(at: Connection, *, as_json: bool = False) -> None:
     if as_json:
         sys.stdout.write(f"{state.as_json()}\n")
         return
-    console.print(_table(state))
+    console.print(status_table(state))
     _print_section("scheduler", state.scheduler)
     _print_section("inference", state.inference)
     _print_section("trainer", state.trainer)
@@ -33,24 +44,33 @@ async def show_status(at: Connection, *, as_json: bool = False) -> None:
         console.print(Text(problem, style="yellow"), soft_wrap=True)
 
 
-def _table(state: SystemState) -> Table:
-    names = ("kind", "instance", "address", "state", "version", "metadata")
+def status_table(state: SystemState) -> Table:
+    """One row for each service, and for each kind that is missing."""
+    names = ("kind", "instance", "address", "state", "version", "details")
     columns = [Column(name, overflow="fold") for name in names]
     table = Table(*columns, title=f"Services of cluster {state.cluster}")
     for kind in state.missing:
         table.add_row(kind, "[red]none[/red]")
     for one in state.services:
         known = one.state in ("ready", "standby")
-        metadata = " ".join(f"{key}={value}" for key, value in one.metadata.items())
         table.add_row(
             one.kind,
             one.instance,
             one.address,
             Text((one.role or one.state) if known else one.state, style="" if known else "red"),
             one.version,
-            metadata,
+            Text(" ".join(f"{key}={value}" for key, value in _details(one.metadata))),
         )
     return table
+
+
+def _details(metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Names and values for people: those that have a value, and the engine of a worker."""
+    if capabilities := metadata.get("capabilities"):
+        yield "engine", json.loads(capabilities).get("engine", "")
+    for key, value in metadata.items():
+        if value and key not in _FOR_PROGRAMS:
+            yield key, value
 
 
 def _print_section(
@@ -83,10 +103,11 @@ def _scheduler_lines(status: scheduler_pb2.GetSchedulerStatusResponse) -> Iterat
         f"{status.faults} ended by the infrastructure"
     )
     for domain in status.domains:
-        yield (
-            f"domain {domain.domain}: mean outcome {domain.recent_reward:.2f}, "
-            f"{domain.completed_rollouts} rollouts"
-        )
+        if domain.completed_rollouts:
+            mean = f"mean outcome {domain.recent_reward:.2f}, {domain.completed_rollouts} rollouts"
+        else:
+            mean = "no complete rollout yet"
+        yield f"domain {domain.domain}: {mean}"
     yield from queue_lines(status)
 
 

@@ -28,7 +28,7 @@ from forge.runtime.process.drain import DRAINING_KEY
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.status import translated
 from forge.runtime.serving_groups import MARK, is_starting
-from forge.runtime.weights import TRAINER_STANDBYS
+from forge.runtime.weights import ERROR_KEY, TRAINER_STANDBYS
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
 
 NEEDED: Mapping[str, str] = {
@@ -104,6 +104,12 @@ class SystemState:
                 yield (
                     f"{one.kind} {one.instance} at {one.address}: {one.error or one.state}. If it "
                     "neither starts nor stops, read its log."
+                )
+        for one in self.services:
+            if error := one.metadata.get(ERROR_KEY):
+                yield (
+                    f"{one.kind} {one.instance} does not have the newest weights: {error}. It "
+                    "tries each newer one; if all workers refuse one, use `forge weights rollback`."
                 )
         if isinstance(self.scheduler, scheduler_pb2.GetSchedulerStatusResponse):
             yield from troubles(self.scheduler).values()
