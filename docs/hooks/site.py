@@ -1,4 +1,4 @@
-"""The hook that MkDocs calls: adds the generated pages and leads links to pages of the site.
+"""The hook that MkDocs calls: adds generated pages, leads links to pages, keeps the site offline.
 
 A file of the repository that a page links and that is no page itself gets one with its content.
 """
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page as SitePage
 
-from docs.hooks import api, commands, links, metrics, protos, settings
+from docs.hooks import api, commands, links, metrics, offline, protos, settings
 from docs.hooks.page import ROOT, Page
 
 _COPIED = {
@@ -62,6 +63,12 @@ def on_page_markdown(markdown: str, *, page: SitePage, **_: Any) -> str:
     if path not in _sources:
         return markdown
     return links.redirect(markdown, source=_sources[path], page=path, pages=_places)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Fail if a page loads something from another host."""
+    if found := list(offline.external(Path(config.site_dir))):
+        raise PluginError("pages load from other hosts:\n" + "\n".join(found))
 
 
 def _shown(texts: Iterable[tuple[str, str]]) -> Iterator[Page]:
