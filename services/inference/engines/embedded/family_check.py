@@ -259,6 +259,12 @@ class _AtOnce:
         call(*args)
 
 
+class _UncountedStep(DecodeStep):
+    """Leaves the metrics of drafts alone, which are those of requests."""
+
+    def _observe(self, *_: object, **__: object) -> None: ...
+
+
 class _Pair:
     """Both actors of the engine, without threads."""
 
@@ -290,7 +296,7 @@ class _Pair:
             states = StateRows(
                 shape.states, shape.device, rows=_MOST_RUNNING, block_tokens=_BLOCK_TOKENS
             )
-        step = DecodeStep(policy, slabs, prefixes, drafter, depth, states=states)
+        step = _UncountedStep(policy, slabs, prefixes, drafter, depth, states=states)
         self._decode = DecodeActor(
             step, decoded, max_running=_MOST_RUNNING, max_waiting=16, threads=1
         )

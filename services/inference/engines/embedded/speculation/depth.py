@@ -62,7 +62,10 @@ class DepthChooser:
         return self.best(sequences, most=most)
 
     def best(self, sequences: int, *, most: int) -> int:
-        """Return the depth with the most tokens per second; 0 before all are measured."""
+        """Return the depth with the most tokens per second; 0 before all are measured. Not
+        adaptive: as `choose`."""
+        if not self._adaptive:
+            return min(most, self._most)
         gains = [self.gain(sequences, depth) for depth in range(min(most, self._most) + 1)]
         found = max(range(len(gains)), key=gains.__getitem__)
         return found if gains[found] > LEAST_GAIN else 0

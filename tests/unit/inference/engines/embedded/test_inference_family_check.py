@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from benchmarks.support.inference.model_families import Family, families
 from forge.core.errors import ConfigError
@@ -44,6 +45,18 @@ def test_served_family_is_exact(name: str) -> None:
     assert verdict.refusal == ""
     assert verdict.error is not None and verdict.error < TOLERANCE / 10
     assert verdict.greedy_equal
+
+
+def test_check_counts_no_drafts() -> None:
+    """The metrics of a worker are those of its requests."""
+    names = ("forge_inference_drafted_tokens_total", "forge_inference_accepted_drafts_total")
+
+    def counts() -> list[float | None]:
+        return [REGISTRY.get_sample_value(name, {"head": "1"}) for name in names]
+
+    before = counts()
+    examine(FAMILIES["llama"].config())
+    assert counts() == before
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_one_slow_step_does_not_change_the_choice() -> None:
 
 
 def test_fixed_depth_is_as_many_as_there_are() -> None:
-    """Without any measurement; never more than heads or the bound."""
+    """Without any measurement; never more than heads or the bound. It is reported as the best."""
     chooser = DepthChooser(MOST, adaptive=False)
     assert [chooser.choose(9, most=heads) for heads in (0, 2, 7)] == [0, 2, MOST]
+    assert [chooser.best(9, most=heads) for heads in (0, 2, 7)] == [0, 2, MOST]
