@@ -1,11 +1,12 @@
 """Speed of the embedded engine on a GPU beside transformers.
 
-    python -m benchmarks.device_inference [--quick] [--json FILE] [--shape 0.6b|1.7b|tiny]
+    python -m benchmarks.device_inference [--quick] [--json FILE] [--shape 0.6b|1.7b|moe|tiny...]
         [--batch N...] [--rounds N] [--device cuda:0] [--only decode|drafts|swap...]
 
-Random weights of a Qwen 3 in bfloat16; prompts of 512 random tokens that all arrive at once,
-answers of 128 tokens at temperature 1 that never stop, no prompt twice. Seconds are of the clock.
-In every round all programs run, one after the other:
+Random weights of a Qwen 3 in bfloat16; `moe` has the layers of Qwen3-30B-A3B, 8 of its 48, and the
+engine records its experts. Prompts of 512 random tokens that all arrive at once, answers of 128
+tokens at temperature 1 that never stop, no prompt twice. Seconds are of the clock. In every round
+all programs run, one after the other:
 
     graphs          the engine in the role both: a decode step is one CUDA graph of fused layers
     unfused         a graph of the layers' own kernels
@@ -154,8 +155,10 @@ async def decode(bench: Bench) -> None:
             except Exception as error:
                 sys.stdout.write(f"{name} does not run: {type(error).__name__}: {error}\n")
                 del programs[name]
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
             for name, run in programs.items():
+                if number and name in options.once:
+                    continue
                 first[name].append(await bench.seconds(run, batch, 1))
                 whole[name].append(await bench.seconds(run, batch, ANSWER_TOKENS))
         for name in programs:
@@ -271,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one more")
+    parser.add_argument("--once", nargs="+", default=[], help="programs of one measured round")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--without", nargs="+", default=[], help="programs to leave out")

@@ -206,7 +206,7 @@ def main() -> None:
         without = [*options.without, *slow]
         found = measure(bench, workload, rounds=rounds, clock=clock, without=without)
         if options.step:
-            found |= step_numbers(bench, workload.samples)
+            found |= step_numbers(bench, workload.samples, recompute=options.recompute)
         if options.profile:
             profile(bench, workload.samples, options.profile.with_suffix(f".{workload.name}.txt"))
         numbers |= {f"{workload.name}.{key}": value for key, value in found.items()}

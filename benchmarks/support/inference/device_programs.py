@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import GenerationConfig, Qwen3Config
+from transformers import GenerationConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
@@ -23,7 +23,7 @@ from services.inference.engines.embedded.engine import EmbeddedBoth
 from services.inference.engines.provider import EngineOptions
 
 _SMALL = {"max_position_embeddings": 4096, "eos_token_id": None, "bos_token_id": None}
-SHAPES = {
+SHAPES: dict[str, PreTrainedConfig] = {
     "0.6b": Qwen3Config(
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
         num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
@@ -34,10 +34,22 @@ SHAPES = {
         num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
         **_SMALL,
     ),
+    # The layers of Qwen3-30B-A3B, 8 of its 48.
+    "moe": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=8,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        **_SMALL,
+    ),
     "tiny": Qwen3Config(
         vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
         **_SMALL,
+    ),
+    "tiny_moe": Qwen3MoeConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, **_SMALL,
     ),
 }  # fmt: skip
 Generate = Callable[[list[list[int]], int], Awaitable[None]]

@@ -10,6 +10,8 @@ import torch
 
 from benchmarks.support.training.ways import Bench
 from forge.core.prefix_tree import Sample
+from forge.rl.config import MeshShape
+from services.trainer.memory_plan import Run, estimate, size_of
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 SXM, by its datasheet: the denominator of every MFU."""
@@ -45,13 +47,22 @@ def rates(
     return found
 
 
-def step_numbers(bench: Bench, samples: Sequence[Sample]) -> dict[str, float]:
-    """A whole optimizer step, with clipping, AdamW and statistics, after one to warm up."""
+def step_numbers(bench: Bench, samples: Sequence[Sample], *, recompute: bool) -> dict[str, float]:
+    """A whole optimizer step, with clipping, AdamW and statistics, after one to warm up; its peak
+    of memory beside the trainer's estimate."""
     plan = bench.learner.plan(samples)
     bench.learner.step(plan, weight_version=1)
     began = device_clock()
     _, peak = peak_gb(lambda: bench.learner.step(plan, weight_version=1))
-    return {"step_s": device_clock() - began, "step_peak_gb": peak}
+    found = {"step_s": device_clock() - began, "step_peak_gb": peak}
+    size = size_of(bench.config, bfloat16=bench.is_narrow)
+    run = Run(
+        shape=MeshShape(),
+        context=plan.tree_tokens,
+        bfloat16=bench.is_narrow,
+        recompute=float(recompute),
+    )
+    return found | {"step_estimated_gb": estimate(size, run).total / GB}
 
 
 def profile(bench: Bench, samples: Sequence[Sample], file: Path) -> None:

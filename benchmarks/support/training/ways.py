@@ -70,10 +70,10 @@ class Bench:
         torch.manual_seed(0)
         self.device = torch.device(device)
         self._autocast = autocast
+        self.is_narrow = autocast is not None
+        self.config = _config_of(shape) if shape else _small_config(hidden, layers)
         with self.device:
-            self.model: Any = Qwen3ForCausalLM(
-                _config_of(shape) if shape else _small_config(hidden, layers)
-            )
+            self.model: Any = Qwen3ForCausalLM(copy.deepcopy(self.config))
         if autocast is not None:  # as published, and as files have them
             for one in self.model.parameters():
                 one.data.copy_(one.data.to(autocast))
