@@ -148,6 +148,8 @@ async def decode(bench: Bench) -> None:
     for batch in options.batch:
         first: dict[str, list[float]] = {name: [] for name in programs}
         whole: dict[str, list[float]] = {name: [] for name in programs}
+        if batch > options.generate_up_to:
+            programs.pop("generate", None)
         for name, run in [*programs.items()]:
             try:
                 # Loads libraries, compiles kernels and captures graphs.
@@ -275,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one more")
     parser.add_argument("--once", nargs="+", default=[], help="programs of one measured round")
+    parser.add_argument("--generate-up-to", type=int, default=1 << 30, help="its largest batch")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--without", nargs="+", default=[], help="programs to leave out")

@@ -25,6 +25,7 @@ from forge.core.errors import InvalidArgument
 from forge.core.routes import RouteShape
 
 _TOPK = (torch.topk, Tensor.topk)
+_RECORDS = "_forge_records_routes"
 _ROUTER = re.compile(r"Router|Gate$|Gating$")
 
 
@@ -209,3 +210,9 @@ def _attach(router: nn.Module, layer: int, *, number: int) -> None:
 
     router.register_forward_pre_hook(before)
     router.register_forward_hook(after, always_call=True)
+    setattr(router, _RECORDS, True)
+
+
+def records_routes(module: nn.Module) -> bool:
+    """Whether `find_routing` lets this module record and replay its choice."""
+    return hasattr(module, _RECORDS)

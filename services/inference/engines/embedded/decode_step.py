@@ -110,15 +110,16 @@ class DecodeStep:
         for sequence, draft in zip(sequences, drafts, strict=True):
             sequence.step_tokens = 1 + len(draft.ids)
         drawn = self._pass.run(sequences, drafts)
-        states_NC = self.policy.head.states
+        states_NC, routes_NX = self.policy.head.states, self.policy.routes_NX
+        if routes_NX is not None:
+            routes_NX = routes_NX.cpu()
         counts = _Acceptance()
         outcomes = []
         row = 0
         for sequence, draft in zip(sequences, drafts, strict=True):
             outcome = _outcome(sequence, draft, drawn, row, counts)
-            if self.policy.routes_NX is not None:
-                rows = self.policy.routes_NX[row : row + len(outcome.tokens)]
-                outcome = replace(outcome, routes=rows)
+            if routes_NX is not None:
+                outcome = replace(outcome, routes=routes_NX[row : row + len(outcome.tokens)])
             # The failed row has computed its token, too.
             sequence.tokens += len(outcome.tokens) + (outcome.failure is not None)
             if self._drafter.most and outcome.tokens:

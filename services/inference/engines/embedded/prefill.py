@@ -249,9 +249,9 @@ class PrefillActor(ThreadActor):
 
     def _keep_routes(self, spans: Sequence[Span]) -> None:
         """Keep the experts of a pass with its readings, and those of prefixes that they copied."""
-        rows_NX = self._policy.routes_NX
-        if rows_NX is None:
+        if self._policy.routes_NX is None:
             return
+        rows_NX = self._policy.routes_NX.cpu()
         row = 0
         for span in spans:
             reading, size = span.reading, span.end - span.start

@@ -1,5 +1,6 @@
 """Drafts on a device: all heads in one CUDA graph, one copy back.
 
+New weights overwrite those of the heads, so graphs last until the number of heads changes.
 Requests with grammars, reweightings and cuts are drafted head by head, as on a CPU.
 
 Shape suffixes: R sequences that draft, C hidden channels, K drafts.
@@ -39,7 +40,7 @@ class DeviceDrafter(HeadDrafter):
     def __init__(self, policy: Policy, graphs: DeviceGraphs) -> None:
         super().__init__(policy)
         self._device_graphs = graphs
-        self._uses_graphs = graphs.device.type == "cuda"
+        self._uses_graphs = graphs.are_available
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._heads: DraftHeads | None = None
 
@@ -68,7 +69,7 @@ class DeviceDrafter(HeadDrafter):
     ) -> torch.Tensor:
         """The drafts of the first heads, [K, R or more], on the host."""
         if self._heads is not self._policy.drafts:
-            # Other weights, at other addresses.
+            # Other heads, at other addresses; new weights of the same number of heads keep them.
             self._graphs.clear()
             self._heads = self._policy.drafts
         rows = len(states_RC)

@@ -2,11 +2,12 @@
 
 A step launches some thousand small kernels; one by one they take several times as long as they
 compute. A graph launches all of them at once, for a fixed number of rows: a step uses the smallest
-one that fits, and its last rows compute nothing that counts. Draws without cuts are part of the
-graph. Graphs are captured when a step first needs them, with fused layers. A model that cannot be
-captured, or whose graph computes other numbers, is computed without.
+one that fits, and its last rows compute nothing that counts. Draws without cuts and recorded
+experts are part of the graph. Graphs are captured when a step first needs them, with fused layers.
+A model that cannot be captured, or whose graph computes other numbers, is computed without.
 
-Shape suffixes: N rows, V vocabulary, H key-value heads, T tokens, D head size.
+Shape suffixes: N rows, V vocabulary, H key-value heads, T tokens, D head size, X bytes of experts,
+B bytes.
 """
 
 from __future__ import annotations
@@ -35,15 +36,19 @@ from services.inference.engines.embedded.speculation.drafter import Draft
 
 _CHECK_TOKENS = 16
 """Number of tokens of a check; one of the sizes."""
+_DRAW_BYTES = 16
+"""Two float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Output:
     states_NC: torch.Tensor
     """Hidden states of the rows."""
-    drawn_2N: torch.Tensor | None = None
-    """float64: tokens and log-probs; None if logits are asked for."""
     logits_NV: torch.Tensor | None = None
+    """None if tokens are drawn."""
+    rows_NB: torch.Tensor | None = None
+    """uint8, what one copy brings to the host: token and log-prob of each row, if they are drawn,
+    in `_DRAW_BYTES`, then its experts, if they are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +73,7 @@ class DevicePass:
         self._attend = attend
         self._device_graphs = graphs
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        # Recorded experts are copied to the host within the pass.
-        self._uses_graphs = policy.device.type == "cuda" and policy.kv_shape.routes is None
+        self._uses_graphs = graphs.are_available
         self._fused: FusedLayers | None = None
         self._is_checked = False
 
@@ -82,14 +86,18 @@ class DevicePass:
         )
         output = self._compute(rows, plain=plain)
         self._policy.head.states = output.states_NC[: len(rows)]
+        # The one wait for the device, if the graph draws.
+        host_NB = None if output.rows_NB is None else output.rows_NB[: len(rows)].cpu()
+        if host_NB is not None and self._policy.kv_shape.routes is not None:
+            self._policy.routes_NX = host_NB[:, -self._policy.kv_shape.route_bytes :]
         if output.logits_NV is not None:
             return draw_rows(output.logits_NV[: len(rows)], sequences, drafts)
-        assert output.drawn_2N is not None
-        # The one wait for the device.
-        drawn_2N = output.drawn_2N.cpu()[:, : len(rows)]
+        assert host_NB is not None
+        # Flat first: a single row keeps the stride of its experts, which has no float64.
+        drawn_N2 = host_NB[:, :_DRAW_BYTES].reshape(-1).view(torch.float64).view(-1, 2)
         return Drawn(
-            ids=drawn_2N[0].long().tolist(),
-            logprobs=drawn_2N[1].tolist(),
+            ids=drawn_N2[:, 0].long().tolist(),
+            logprobs=drawn_N2[:, 1].tolist(),
             allowed={},
             top={},
             failed={},
@@ -152,16 +160,18 @@ class DevicePass:
         ids_N, places_N, starts_N, seeds_N, positions_N, heats_N = inputs_6N
         step = _ExtentStep(self._running.layers, self._attend, starts_N=starts_N, places_N=places_N)
         logits_NV = self._policy.forward(ids_N, places_N, step)
-        states_NC = self._policy.head.states
+        states_NC, routes_NX = self._policy.head.states, self._policy.routes_NX
         if not plain:
-            return _Output(states_NC=states_NC, logits_NV=logits_NV)
+            return _Output(states_NC=states_NC, logits_NV=logits_NV, rows_NB=routes_NX)
         drawn_N, logprobs_N = sample_uncut(
             logits_NV,
             temperature_B=heats(heats_N),
             noise_BN=device_race_noise(seeds_N, positions_N, vocabulary=logits_NV.shape[-1]),
         )
-        drawn_2N = torch.stack([drawn_N.double(), logprobs_N.double()])
-        return _Output(states_NC=states_NC, drawn_2N=drawn_2N)
+        rows_NB = torch.stack([drawn_N.double(), logprobs_N.double()], dim=1).view(torch.uint8)
+        if routes_NX is not None:
+            rows_NB = torch.cat([rows_NB, routes_NX], dim=1)
+        return _Output(states_NC=states_NC, rows_NB=rows_NB)
 
     def _graph(self, size: int, *, plain: bool) -> _Graph | None:
         if not self._uses_graphs:

@@ -1,8 +1,9 @@
 """The layers of a model with their small operations fused, by torch.compile.
 
 Norms, casts, rotary embeddings and gates are most of a layer's kernels, and each takes longer to
-begin than to compute. All layers share their compiled code, for any number of rows; attention stays
-as it is. Compilation takes some seconds, once per model and machine: its result is cached.
+begin than to compute. All layers share their compiled code, for any number of rows; attention and
+mixtures of experts, with their routers, stay as they are. Compilation takes some seconds, once per
+model and machine: its result is cached.
 
 TORCHDYNAMO_DISABLE=1 in the environment turns it off, as for all of torch.
 """
@@ -12,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
 
 from forge.rl.numerics import is_narrow
+from forge.rl.routing import records_routes
 from services.inference.engines.embedded.kv import attention
 
 _TOLERANCE = 0.001
@@ -38,6 +41,11 @@ class FusedLayers:
         layers: Any = getattr(model.get_decoder(), "layers", ())
         self._config = model.config
         self._layers: list[Any] = list(layers)
+        self._mixtures = [
+            part for layer in self._layers for part in layer.children() if _is_mixture(part)
+        ]
+        for mixture in self._mixtures:
+            mixture._plain_forward = mixture.forward
         self._fused = [
             torch.compile(layer.forward, dynamic=True, options=_OPTIONS) for layer in self._layers
         ]
@@ -50,9 +58,34 @@ class FusedLayers:
             undo.callback(setattr, self._config, "_attn_implementation", attention.IMPLEMENTATION)
             self._config._attn_implementation = _uncompiled_attention()
             for layer, fused in zip(self._layers, self._fused, strict=True):
-                layer.forward = fused
-                undo.callback(delattr, layer, "forward")
+                undo.enter_context(_forward_replaced(layer, fused))
+            for mixture in self._mixtures:
+                uncompiled = MethodType(_run_uncompiled, mixture)
+                undo.enter_context(_forward_replaced(mixture, uncompiled))
             yield
+
+
+@contextmanager
+def _forward_replaced(module: Any, forward: Any) -> Iterator[None]:
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def _is_mixture(part: torch.nn.Module) -> bool:
+    """Whether this part of a layer has experts, or a router whose choice is recorded."""
+    return any(records_routes(one) or "Expert" in type(one).__name__ for one in part.modules())
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run_uncompiled(mixture: Any, *given: Any, **named: Any) -> Any:
+    """The forward of a mixture of experts: one function for all, or layers would share no code."""
+    return mixture._plain_forward(*given, **named)
 
 
 @cache

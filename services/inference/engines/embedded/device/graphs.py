@@ -23,6 +23,7 @@ class DeviceGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.are_available = device.type == "cuda"
         self._pool: Any = None
 
     def capture(self, run: Callable[[], Output]) -> tuple[Any, Output]:

@@ -24,13 +24,11 @@ class PromptLayers:
     """The layers of one policy."""
 
     def __init__(self, policy: Policy, packed: PackedAttention | None = None) -> None:
-        """`packed`: as of `PrefillPass`. Models with recurrent layers or recorded experts keep
-        their own layers."""
+        """`packed`: as of `PrefillPass`. Models with recurrent layers keep their own layers."""
         self._policy = policy
         self._packed = packed
         self._fused: FusedLayers | None = None
-        shape = policy.kv_shape
-        self._is_checked = shape.states is not None or shape.routes is not None
+        self._is_checked = policy.kv_shape.states is not None
 
     def used(self) -> AbstractContextManager[None]:
         """Within, passes use the fused layers, if they have been found right."""

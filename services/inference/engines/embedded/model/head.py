@@ -8,7 +8,8 @@ Shapes: R rows, C hidden channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from forge.core.errors import InvalidArgument
 from forge.rl.model.capabilities import logits_of
 from forge.rl.mtp.heads import MtpHead, MtpHeads
+from services.inference.engines.embedded.model.device_weights import host_copy, overwrite
 from services.inference.engines.tensor_bytes import is_finite
 
 
@@ -43,20 +45,15 @@ class ModelHead:
         """Whether draft heads or the embedding read this matrix."""
         return weight is self._weight or weight is getattr(self._embedding, "weight", None)
 
-    def stage_drafts(
-        self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, most: int
-    ) -> DraftHeads:
-        """Return at most `most` draft heads with these tensors. Raises InvalidArgument for heads of
-        another model and for NaN or infinity."""
+    def stage_drafts(self, tensors: Mapping[str, torch.Tensor], *, most: int) -> DraftHeads:
+        """Return at most `most` draft heads that use these tensors. Raises InvalidArgument for
+        heads of another model and for NaN or infinity."""
         embedding = self._embedding.weight
         assert isinstance(embedding, torch.Tensor)
-        served = {
-            name: one.to(dtype=dtype, device=embedding.device) for name, one in tensors.items()
-        }
-        heads = MtpHeads.of(served, channels=self.channels, embedding_channels=embedding.shape[1])
-        if not all(is_finite(one) for one in served.values()):
+        heads = MtpHeads.of(tensors, channels=self.channels, embedding_channels=embedding.shape[1])
+        if not all(is_finite(one) for one in tensors.values()):
             raise InvalidArgument("MTP heads have NaN or infinity")
-        return DraftHeads(self, heads, most=most)
+        return DraftHeads(self, list(heads)[:most])
 
     def embed(self, ids_R: torch.Tensor) -> torch.Tensor:
         """The model's embeddings of tokens, [R, C]."""
@@ -78,9 +75,9 @@ class ModelHead:
 class DraftHeads:
     """The draft heads of one version of the weights."""
 
-    def __init__(self, head: ModelHead, heads: MtpHeads, *, most: int) -> None:
+    def __init__(self, head: ModelHead, heads: Sequence[torch.nn.Module]) -> None:
         self._head = head
-        self._heads = list(heads)[:most]
+        self._heads = list(heads)
 
     def __len__(self) -> int:
         return len(self._heads)
@@ -95,3 +92,45 @@ class DraftHeads:
         kind = head.fuse.weight.dtype
         states_RC = head(states_RC.to(kind), self._head.embed(ids_R).to(kind))
         return states_RC, self._head.logits(head.out_norm(states_RC))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All weights, in their order."""
+        return [one.data for head in self._heads for one in head.parameters()]
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> DraftHeads:
+        """A copy on this device, in this type."""
+        return DraftHeads(self._head, [deepcopy(one).to(device, dtype) for one in self._heads])
+
+
+class ServedDrafts:
+    """The draft heads that a policy serves. A GPU has one copy, which staged heads overwrite: their
+    graphs read it by its addresses."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.heads: DraftHeads | None = None
+        """None without any."""
+        self._dtype = dtype
+        self._device = device
+        self._staged: DraftHeads | None = None
+        """The served ones as they were staged."""
+
+    @property
+    def _overwrites(self) -> bool:
+        return self._device.type == "cuda"
+
+    def staged(self, received: torch.Tensor) -> torch.Tensor:
+        """A tensor of heads as it waits: in the host's memory on a GPU."""
+        if self._overwrites:
+            return host_copy(received, self._dtype)
+        return received.to(dtype=self._dtype, device=self._device)
+
+    def swap(self, staged: DraftHeads | None) -> DraftHeads | None:
+        """Serve `staged`; returns the heads served before, as they were staged."""
+        before, self._staged = self._staged, staged
+        if not self._overwrites or staged is None:
+            self.heads = staged
+        elif self.heads is not None and len(self.heads) == len(staged):
+            overwrite(self.heads.tensors(), staged.tensors())
+        else:
+            self.heads = staged.on(self._device, self._dtype)
+        return before

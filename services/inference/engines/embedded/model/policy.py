@@ -31,7 +31,7 @@ from services.inference.engines.embedded.kv.fitting import Fit, FittedPass, Reco
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.model.device_weights import host_copy, overwrite
 from services.inference.engines.embedded.model.failures import reason_of
-from services.inference.engines.embedded.model.head import DraftHeads, ModelHead
+from services.inference.engines.embedded.model.head import DraftHeads, ModelHead, ServedDrafts
 from services.inference.engines.embedded.model.packed_linears import (
     Packed,
     pack,
@@ -58,7 +58,7 @@ class StagedWeights:
     """16 bytes that name these weights in their architecture, independent of their version; empty
     unless they were staged for one."""
     drafts: DraftHeads | None = None
-    """The draft heads; None without any that fit."""
+    """The draft heads, on a GPU in host memory; None without any that fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,6 @@ class Policy:
         """`draft_tokens`: most draft heads that are served."""
         self.limits = limits
         self.version = 0
-        self.drafts: DraftHeads | None = None
-        """The draft heads of this version of the weights."""
         self.head = ModelHead(model)
         self._draft_tokens = draft_tokens
         self._draft_note: str | None = None
@@ -106,9 +104,10 @@ class Policy:
         self._on_host: tuple[torch.Tensor, ...] | None = () if self.device.type == "cuda" else None
         """On a GPU the staged tensors of the served weights, in host memory; before the first swap
         none."""
+        self._served_drafts = ServedDrafts(self.dtype, self.device)
         self.routes_NX: torch.Tensor | None = None
-        """Experts of the tokens of the last pass, [tokens, KvShape.route_bytes] on the host; None
-        for a model whose experts are not recorded."""
+        """Experts of the tokens of the last pass, [tokens, KvShape.route_bytes], on the device or
+        the host; None for a model whose experts are not recorded."""
         self._route_shape: RouteShape | None = None
         shape = self._measure()
         if shape.states is not None and draft_tokens:
@@ -117,6 +116,11 @@ class Policy:
             self._draft_tokens = 0
         self._route_shape = _find_routes(self, model)
         self.kv_shape = replace(shape, routes=self._route_shape)
+
+    @property
+    def drafts(self) -> DraftHeads | None:
+        """The draft heads of this version of the weights; see `ServedDrafts`."""
+        return self._served_drafts.heads
 
     @classmethod
     def build(
@@ -273,11 +277,8 @@ class Policy:
         drafts, note = None, "the weights have no draft heads"
         if found:
             try:
-                drafts = self.head.stage_drafts(
-                    {name: from_named(one) for name, one in found.items()},
-                    dtype=self.dtype,
-                    most=self._draft_tokens,
-                )
+                of_heads = {n: self._served_drafts.staged(from_named(t)) for n, t in found.items()}
+                drafts = self.head.stage_drafts(of_heads, most=self._draft_tokens)
                 note = ""
             except ForgeError as error:
                 note = str(error)
@@ -316,12 +317,12 @@ class Policy:
             tensors=before,
             rounded=staged.rounded,
             packed=tuple(layer.packed for layer in self._packable),
-            drafts=self.drafts,
+            drafts=self._served_drafts.swap(staged.drafts),
         )
         self._serve(staged.tensors)
         for layer, matrix in zip(self._packable, staged.packed, strict=True):
             layer.serve(matrix)
-        self.version, self.drafts = staged.version, staged.drafts
+        self.version = staged.version
         return replaced
 
     def _serve(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -391,7 +392,7 @@ def _find_routes(policy: Policy, model: torch.nn.Module) -> RouteShape | None:
 
 
 def _rows(passed: RoutePass, shape: RouteShape) -> torch.Tensor:
-    """The choice of a pass as bytes, a row for each token."""
+    """The choice of a pass as bytes, a row for each token. Waits for no device: it may be a part of
+    a graph."""
     kind = torch.uint8 if shape.id_bytes == 1 else torch.uint16
-    ids_NX = passed.choice().flatten(1).to(kind).cpu()
-    return ids_NX.view(torch.uint8)
+    return passed.choice().flatten(1).to(kind).view(torch.uint8)

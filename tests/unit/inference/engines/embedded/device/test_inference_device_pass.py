@@ -1,4 +1,5 @@
-"""The decode pass of a device, without one: over extents, with torch's own attention.
+"""The decode pass of a device, without one: over extents, with torch's own attention, and with
+graphs that run again what they captured.
 
 What graphs and kernels compute is tested on a device (`tests/gpu`).
 """
@@ -7,26 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from services.inference.engines.base import Reweighting
+from services.inference.engines.embedded.device import forward_pass
 from services.inference.engines.embedded.kv.attention import Heads, attention
 from services.inference.engines.embedded.kv.device_attention import plain_attention
+from services.inference.engines.embedded.metrics import ACCEPTED
+from services.inference.engines.embedded.model import head
 from services.inference.engines.embedded.roles import wiring
+from tests.contract import engines
 from tests.contract.engines import (
     GREEDY,
     SAMPLED,
     Answer,
+    Pair,
     draftable,
     embedded_both,
     prompt_ids,
     published,
+    reference,
     with_heads,
 )
+from tests.support.inference.stand_in_graphs import StandInGraphs
 
 
 def one_by_one(heads: Heads, ends: torch.Tensor, *, longest: int) -> torch.Tensor:
@@ -72,3 +85,93 @@ async def test_device_pass_samples_what_slabs_do(
         assert extents.ids == slabs.ids
         assert extents.logprobs == pytest.approx(slabs.logprobs, abs=1e-4)
         assert extents.allowed == pytest.approx(slabs.allowed, abs=1e-4)
+
+
+@asynccontextmanager
+async def with_graphs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> AsyncIterator[tuple[Pair, list[StandInGraphs]]]:
+    """An engine over extents with stand-in graphs of plain layers."""
+    made: list[StandInGraphs] = []
+
+    def graphs(device: torch.device) -> StandInGraphs:
+        made.append(StandInGraphs(device))
+        return made[-1]
+
+    plain = SimpleNamespace(used=nullcontext)
+    with monkeypatch.context() as patched:
+        patched.setattr(wiring, "device_attention", lambda shape: plain_attention)
+        patched.setattr(wiring, "DeviceGraphs", graphs)
+        patched.setattr(forward_pass, "FusedLayers", lambda model: plain)
+        async with embedded_both(folder, **options) as pair:
+            yield pair, made
+
+
+async def test_graphs_record_the_experts_of_slabs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request has its own rows, in draws of the graph and in draws from its logits."""
+    engines.ROUTED.save_pretrained(tmp_path)
+    weights = published(reference("qwen3_moe"))
+    asked = [
+        replace(GREEDY, max_tokens=30, routes_from=0),
+        replace(SAMPLED, seed=3, max_tokens=20, routes_from=4),
+        replace(SAMPLED, seed=4, max_tokens=25, routes_from=40),
+    ]
+    cut = replace(SAMPLED, seed=5, top_p=0.8, max_tokens=20, routes_from=0)
+    prompts = [prompt_ids(tokens, seed=tokens) for tokens in (3, 17, 40)]
+
+    async def sampled(pair: Pair) -> list[Answer]:
+        await pair.load(weights, version=1)
+        plain = await asyncio.gather(*map(pair.sample, prompts, asked))
+        mixed = await asyncio.gather(
+            *map(pair.sample, [*prompts, prompt_ids(9, seed=9)], [*asked, cut])
+        )
+        return [*plain, *mixed]
+
+    async with embedded_both(tmp_path) as pair:
+        expected = await sampled(pair)
+    with capture_logs() as logs:
+        async with with_graphs(tmp_path, monkeypatch) as (pair, made):
+            found = await sampled(pair)
+    assert [one["event"] for one in logs if one["event"].startswith("decode_")] == [
+        "decode_graphs_used"
+    ]
+    # The check's, and of 2 to 4 rows with draws and with logits.
+    assert 3 <= made[0].captures <= 5
+    for slabs, extents in zip(expected, found, strict=True):
+        assert extents.ids == slabs.ids
+        rows = [[(one.start, one.routes.ids) for one in each.routes] for each in (slabs, extents)]
+        assert rows[0] and rows[1] == rows[0]
+
+
+async def test_graphs_of_drafts_last_over_publications(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights overwrite those of as many heads; other numbers of heads are captured again. The
+    answers are those of the new weights, and drafts are accepted."""
+    model = draftable()
+    model.config.save_pretrained(tmp_path)
+    monkeypatch.setattr(head.ServedDrafts, "_overwrites", property(lambda heads: True))
+    monkeypatch.setattr(head, "host_copy", lambda one, kind: one.to(kind, copy=True))
+    accepted = ACCEPTED.labels("1")._value.get
+    versions = [
+        with_heads(published(model)),
+        with_heads(published(draftable(seed=1))),
+        published(model),
+        with_heads(published(model), count=1),
+        with_heads(published(model)),
+    ]
+    captures, drafted, answers = [], [], []
+    async with with_graphs(tmp_path, monkeypatch, draft_tokens=2, adaptive_drafts=False) as found:
+        pair, made = found
+        for version, tensors in enumerate(versions, start=1):
+            await pair.load(tensors, version=version)
+            before, accepted_before = made[0].captures, accepted()
+            answers.append(await pair.sample(prompt_ids(20), replace(GREEDY, max_tokens=40)))
+            captures.append(made[0].captures - before)
+            drafted.append(accepted() - accepted_before)
+    assert answers[0].ids == answers[2].ids == answers[4].ids != answers[1].ids
+    assert [bool(count) for count in drafted] == [True, True, False, True, True]
+    assert captures[1] == 0
+    assert min(captures[0], captures[3], captures[4]) > 0
