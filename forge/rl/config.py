@@ -31,7 +31,6 @@ Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 MtpLoss = Literal["topk_kl", "tv", "cross_entropy"]
-MTP_LOSSES: tuple[MtpLoss, ...] = get_args(MtpLoss)
 OldLogprobs = Literal["behavior", "recomputed"]
 KlEstimator = Literal["k1", "k2", "k3"]
 NotNegative = Annotated[float, Meta(ge=0)]

@@ -173,12 +173,7 @@ def size_of(
             divide(model, mesh)
         count = partial(_count, narrow=numerics.matrices(model) if of_16_bits else ())
         layers = [count(layer) for layer in layers_of(model)]
-        try:
-            with _EvenExperts(tp):
-                few, more = (kept_bytes(model, one, bfloat16=bfloat16) for one in _PROBED_TOKENS)
-            per_token = (more - few) / (_PROBED_TOKENS[1] - _PROBED_TOKENS[0])
-        except Exception:  # experts choose tokens by their values, which do not exist here
-            per_token = None
+        per_token = _kept_per_token(model, tp=tp, bfloat16=bfloat16)
     text = config.get_text_config(decoder=True)
     rule = partial(_rule_of_thumb, text, len(layers), bfloat16=bfloat16, tp=tp)
     return ModelSize(
@@ -196,6 +191,16 @@ def size_of(
         activation_bytes=rule() if per_token is None else per_token,
         exact=per_token is not None,
     )
+
+
+def _kept_per_token(model: Any, *, tp: int, bfloat16: bool) -> float | None:
+    """Bytes that a forward without data keeps per token; None if it does not run."""
+    try:
+        with _EvenExperts(tp):
+            few, more = (kept_bytes(model, one, bfloat16=bfloat16) for one in _PROBED_TOKENS)
+    except Exception:  # experts choose tokens by their values, which do not exist here
+        return None
+    return (more - few) / (_PROBED_TOKENS[1] - _PROBED_TOKENS[0])
 
 
 def _outline(config: Any, lora: LoraSettings | None, *, frozen: bool) -> Any:

@@ -154,12 +154,7 @@ def _row(
         versions[span] = sampled.weight_versions
         advantages[span] = float32_bytes([one.advantage]) * tokens
         if sampled.allowed_logprobs:
-            if len(sampled.allowed_logprobs) != len(sampled.logprobs):
-                raise InvalidArgument(
-                    f"turn {one.turn.turn_index} has {len(sampled.logprobs)} bytes of logprobs and "
-                    f"{len(sampled.allowed_logprobs)} of allowed_logprobs"
-                )
-            allowed[span] = sampled.allowed_logprobs
+            allowed[span] = _allowed_logprobs(one.turn)
     return TokenRow(
         trajectory_id=trajectory.trajectory_id,
         domain=trajectory.domain,
@@ -181,6 +176,16 @@ def _row(
             for one in answers
         ],
     )
+
+
+def _allowed_logprobs(turn: pb.Turn) -> bytes:
+    sampled = turn.sampled
+    if len(sampled.allowed_logprobs) != len(sampled.logprobs):
+        raise InvalidArgument(
+            f"turn {turn.turn_index} has {len(sampled.logprobs)} bytes of logprobs and "
+            f"{len(sampled.allowed_logprobs)} of allowed_logprobs"
+        )
+    return sampled.allowed_logprobs
 
 
 class TokenRows:

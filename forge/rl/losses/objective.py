@@ -77,11 +77,6 @@ class Objective:
         self._loss = self._objective()
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether log-probs of a reference policy are needed."""
-        return self.config.kl_coef > 0
-
-    @property
     def needs_teacher(self) -> bool:
         """Whether log-probs of a teacher are needed."""
         return self.config.teacher_coef > 0

@@ -40,6 +40,7 @@ MOST_PADDING = 1.1
 divided. FSDP pads the first dimension alone; with more ranks than experts some would have none."""
 NEEDED = ("reset_iter_state", "set_reduce_scatter_unused_params")
 """Methods of FSDPModule that torch 2.11 lacks."""
+_UNCAST = MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
 class Entry(nn.Module):
@@ -109,34 +110,19 @@ def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> N
         )
     if meshes.parts is not None:
         divide(entry.model, meshes.parts)
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    place = partial(_place, shards=meshes.layers.size(-1))
-    of_layers = policy
-    if narrow is not None:
+    if narrow is None:
+        _shard_layers(layers, meshes.layers, _UNCAST)
+    else:
+        head = entry.model.get_output_embeddings()  # type: ignore[operator]
+        routers = [one for one in wide_modules(entry.model) if one is not head]
+        _shard_layers(routers, meshes.layers, _UNCAST)
         wide = next(layers[0].parameters()).dtype
         of_layers = MixedPrecisionPolicy(narrow, wide, cast_forward_inputs=False)
-        head = entry.model.get_output_embeddings()  # type: ignore[operator]
-        for router in wide_modules(entry.model):
-            if router is not head:
-                fully_shard(
-                    router,
-                    mesh=meshes.layers,
-                    mp_policy=policy,
-                    shard_placement_fn=place,
-                    reshard_after_forward=True,
-                )
-    for layer in layers:
-        fully_shard(
-            layer,
-            mesh=meshes.layers,
-            mp_policy=of_layers,
-            shard_placement_fn=place,
-            reshard_after_forward=True,
-        )
+        _shard_layers(layers, meshes.layers, of_layers)
     fully_shard(
         entry,
         mesh=meshes.outside,
-        mp_policy=policy,
+        mp_policy=_UNCAST,
         shard_placement_fn=partial(_place, shards=meshes.outside.size(-1)),
         reshard_after_forward=False,
     )
@@ -146,6 +132,21 @@ def shard(entry: Entry, world: World, *, narrow: torch.dtype | None = None) -> N
             module.set_force_sum_reduction_for_comms(True)
             # A rank whose trees use no token of an expert still takes part in its sum.
             module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _shard_layers(
+    modules: Iterable[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> None:
+    """Divide modules that are gathered for their forward alone."""
+    place = partial(_place, shards=mesh.size(-1))
+    for module in modules:
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            shard_placement_fn=place,
+            reshard_after_forward=True,
+        )
 
 
 def _place(parameter: nn.Parameter, *, shards: int) -> Shard:

@@ -298,17 +298,7 @@ class _Process:
                 f"host = {config.host!r} is every address of this host and none that others could "
                 "call: set advertise_host to the one they reach it by"
             )
-        coordinator = await Coordinator.connect(
-            config.etcd,
-            cluster=config.cluster,
-            credentials=security.etcd_credentials(config.etcd),
-            login=Login.of(
-                config.etcd_user,
-                config.etcd_password_file,
-                default_user=etcd_user(config.cluster, self._service),
-            ),
-            signatures=security,
-        )
+        coordinator = await self._connect(security)
         undo.push_async_callback(coordinator.close)
         channels = Channels(security)
         undo.push_async_callback(channels.close)
@@ -333,6 +323,20 @@ class _Process:
         reload = reload_credentials(security, on_key=context.announce, on_tls=context.renew)
         context.keep_running(reload, name="credentials")
         return context
+
+    async def _connect(self, security: Security) -> Coordinator:
+        config = self._config
+        return await Coordinator.connect(
+            config.etcd,
+            cluster=config.cluster,
+            credentials=security.etcd_credentials(config.etcd),
+            login=Login.of(
+                config.etcd_user,
+                config.etcd_password_file,
+                default_user=etcd_user(config.cluster, self._service),
+            ),
+            signatures=security,
+        )
 
     def _security(self) -> Security:
         config = self._config

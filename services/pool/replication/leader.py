@@ -151,6 +151,29 @@ class Leader:
 
     def accept(self, follower: pb.FollowerState) -> Link:
         """Admits a follower. Raises as `Follow` in replica.proto specifies."""
+        self._check(follower)
+        if self._link is not None:
+            if self._link.replica_id == follower.replica_id:
+                self._link.end(Unavailable("the follower connected again"))
+            raise ResourceExhausted(
+                f"pool shard {self._store.shard} has a follower", retry_after_s=RETRY_S
+            )
+        self._no_room = follower.no_room
+        self._link = link = Link(
+            self._store,
+            self._readers,
+            follower,
+            lineage=self.members.lineage,
+            term=self.leadership.fence,
+            position=self.gate.position,
+            timeout_s=self._config.replication.follower_timeout_s,
+            on_confirmed=self._confirmed,
+        )
+        self._attending = asyncio.create_task(self._attend(link), name="follower")
+        return link
+
+    def _check(self, follower: pb.FollowerState) -> None:
+        """Raises for a replica whose data cannot follow this shard."""
         if follower.pool_shard != self._store.shard:
             raise InvalidArgument(
                 f"pool_shard {follower.pool_shard!r} is not led here: this is {self._store.shard!r}"
@@ -174,25 +197,6 @@ class Leader:
                 "etcd was restored from an older snapshot, and that replica may have more; see "
                 "docs/runbooks/backup_restore.md"
             )
-        if self._link is not None:
-            if self._link.replica_id == follower.replica_id:
-                self._link.end(Unavailable("the follower connected again"))
-            raise ResourceExhausted(
-                f"pool shard {self._store.shard} has a follower", retry_after_s=RETRY_S
-            )
-        self._no_room = follower.no_room
-        self._link = link = Link(
-            self._store,
-            self._readers,
-            follower,
-            lineage=self.members.lineage,
-            term=self.leadership.fence,
-            position=self.gate.position,
-            timeout_s=self._config.replication.follower_timeout_s,
-            on_confirmed=self._confirmed,
-        )
-        self._attending = asyncio.create_task(self._attend(link), name="follower")
-        return link
 
     async def close(self) -> None:
         """Ends the link; the follower stays in sync, as it has every acknowledged write."""

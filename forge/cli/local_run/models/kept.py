@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forge.core.errors import DataLoss, NotFound
+from forge.core.named_tensor import SAFETENSORS_DTYPES
 from forge.runtime.weights import (
     SLICE_BYTES,
     TensorEntry,
@@ -27,21 +28,6 @@ from forge.runtime.weights import (
 MODEL_FILES = ("model.safetensors", "mtp.safetensors")
 """Files of a model in one file; the second one, of draft heads, is optional."""
 PUBLISHED_FILE = "published.json"
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""torch's names of the types in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +125,7 @@ def _entry(name: str, stored: _Stored, observe: Callable[[bytes], None]) -> Tens
         observe(data)
         digests += slice_digests([data])
     size_bytes = stored.end - stored.begin
-    dtype = _DTYPES.get(stored.dtype, stored.dtype)
+    dtype = SAFETENSORS_DTYPES.get(stored.dtype, stored.dtype)
     return TensorEntry(
         name, dtype, stored.shape, size_bytes, bytes(digests) or slice_digests([b""])
     )

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from copy import deepcopy
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from forge.core import prefix_tree
 from forge.core.errors import InvalidArgument
 from forge.core.prefix_tree import Sample
 from forge.rl.config import (
-    MTP_LOSSES,
     LearnerConfig,
     MtpConfig,
     MtpLoss,
@@ -148,7 +147,7 @@ def test_draft_heads_are_exact_on_merged_trees(kind: str, budget: int) -> None:
     check("qwen3", forest(kind), budget, "topk_kl")
 
 
-@pytest.mark.parametrize("loss", MTP_LOSSES)
+@pytest.mark.parametrize("loss", get_args(MtpLoss))
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "mamba"])
 def test_every_draft_head_loss_is_exact(family: str, loss: MtpLoss) -> None:
     """With windows, experts and recurrent models; several children are several targets."""
@@ -214,7 +213,7 @@ def test_draft_heads_do_not_change_the_policy(budget: int) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("loss", MTP_LOSSES)
+@pytest.mark.parametrize("loss", get_args(MtpLoss))
 def test_draft_heads_learn(loss: MtpLoss) -> None:
     """The loss falls and acceptance rises, with a fixed policy."""
     rng = Random(1)

@@ -25,7 +25,12 @@ from forge.core.errors import InvalidArgument
 from forge.rl import scans
 from forge.rl.model.forked_states import cache_name
 from services.inference.engines.embedded.recurrent import mamba2_step
-from services.inference.engines.embedded.recurrent.packed import PackedLayer, Piece, can_pack
+from services.inference.engines.embedded.recurrent.packed import (
+    PackedLayer,
+    Piece,
+    StatelessCache,
+    can_pack,
+)
 from services.inference.engines.embedded.recurrent.shape import Key, StateShape
 
 
@@ -168,26 +173,12 @@ def _before_softplus(step: float) -> float:
     return math.log(math.expm1(step)) if step < 20 else step
 
 
-class _FirstCache:
+class _FirstCache(StatelessCache):
     """The cache of one layer at the start of one sequence; notes the shapes of its states."""
 
     def __init__(self, number: int, seen: dict[Key, torch.Tensor]) -> None:
         self._number = number
         self._seen = seen
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Nothing is before the first token."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Nothing is before the first token."""
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """Nothing is before the first token."""
-        return False
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """One token may take a path of its own."""
-        return False
 
     def update_conv_state(
         self,

@@ -75,7 +75,25 @@ def can_pack(layer: torch.nn.Module) -> bool:
     return scans.CONVOLUTION in _functions(layer)
 
 
-class PackedLayer:
+class StatelessCache:
+    """The part of a cache without states before the first token that transformers' layers read."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """There is none."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """There is none."""
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """There is none."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """One token may take a path of its own."""
+        return False
+
+
+class PackedLayer(StatelessCache):
     """The cache and the handler of scans for one pass of one layer; `pieces` are all tokens of the
     pass in their order."""
 
@@ -139,20 +157,6 @@ class PackedLayer:
             if keep is not None:
                 keep[key].copy_(now[key])
         return outputs
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """The states belong to the pieces."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """The states belong to the pieces."""
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """The states belong to the pieces."""
-        return False
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """The states belong to the pieces."""
-        return False
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any

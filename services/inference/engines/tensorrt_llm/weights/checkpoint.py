@@ -18,22 +18,9 @@ from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import ConfigError
-from forge.core.named_tensor import NamedTensor
+from forge.core.named_tensor import SAFETENSORS_DTYPES, NamedTensor
 from services.inference.engines.base import BrokenWeights, UnfitWeights
 
-_TYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 _ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -164,7 +151,7 @@ def read_checkpoint(model_path: str) -> Checkpoint:
             with safe_open(file, framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118  # It is no mapping.
                     part = opened.get_slice(name)
-                    types[name] = _TYPES.get(part.get_dtype(), part.get_dtype())
+                    types[name] = SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
                     shapes[name] = tuple(part.get_shape())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model_path = {model_path!r}: {file.name}: {error}") from None
