@@ -43,7 +43,7 @@ from benchmarks.support.scheduler.window_settings import (
     fixed_settings,
     workloads,
 )
-from forge.core.queue.admission import Admission, Mode, QueueSettings
+from forge.core.queue.admission import GenerationLimit, Mode, QueueSettings
 
 DRIVES = {
     Drive.BATCHES: "",
@@ -201,7 +201,7 @@ def _label(name: str, chosen: QueueSettings, size: Size) -> str:
     if chosen.mode is Mode.WINDOWED:
         share = chosen.window / size.concurrency or 0.3
         label += f", W = {share:g} N"
-    if chosen.admission is Admission.AHEAD:
+    if chosen.admission is GenerationLimit.AHEAD:
         ahead = chosen.ahead or size.concurrency
         return f"{label}, `ahead` = {ahead // size.batch} batches"
     return f"{label}, `{chosen.admission.value}`"

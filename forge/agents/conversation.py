@@ -15,7 +15,7 @@ from typing import Any
 from forge.agents.environments.base import Episode, Message, ToolError, Transcript
 
 
-class Conversation:
+class RolloutConversation:
     """Messages and tool calls of one rollout, in order."""
 
     def __init__(self, episode: Episode) -> None:

@@ -17,7 +17,7 @@ from services.gateway.metrics import CALLS, REFUSED
 from services.gateway.tenants import Tenants
 
 
-class Admission:
+class CallAdmission:
     """All calls in flight of this gateway."""
 
     def __init__(self, *, calls: int, calls_per_session: int, tenants: Tenants) -> None:

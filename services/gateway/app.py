@@ -15,7 +15,7 @@ from forge.runtime.serving_groups import kind_in
 from forge.runtime.telemetry import log
 from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.session import SessionSettings
-from services.gateway.admission import Admission
+from services.gateway.admission import CallAdmission
 from services.gateway.config import GatewayConfig
 from services.gateway.external.api import ExternalApi
 from services.gateway.http.bodies import Bodies
@@ -26,7 +26,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.model.other_model import OtherModel
-from services.gateway.model_table import Entry, ModelTable
+from services.gateway.model_table import ModelEntry, ModelTable
 from services.gateway.pool_client import Pool
 from services.gateway.router.router_stream import RouterStreams
 from services.gateway.service import AUDITED, FULL_NAME, SCOPES, GatewayServicer
@@ -129,7 +129,7 @@ class GatewayApp:
             **other,
         )
 
-    async def _entry(self, config: GatewayConfig, name: str, policy: Turns) -> Entry:
+    async def _entry(self, config: GatewayConfig, name: str, policy: Turns) -> ModelEntry:
         settings = config.models[name]
         served: Turns | ExternalApi
         if settings.served_here:
@@ -137,7 +137,7 @@ class GatewayApp:
         else:
             served = ExternalApi(name, settings)
             self._apis.append(served)
-        return Entry(name=name, aliases=settings.aliases, open=settings.open, served=served)
+        return ModelEntry(name=name, aliases=settings.aliases, open=settings.open, served=served)
 
     async def _other_turns(self, config: GatewayConfig, name: str, policy: ChatModel) -> Turns:
         settings = config.models[name]
@@ -184,7 +184,7 @@ class GatewayApp:
                 idle_s=config.sessions.idle_s,
                 backlog_bytes=int(config.sessions.max_backlog_mib * (1 << 20)),
             ),
-            admission=Admission(
+            admission=CallAdmission(
                 calls=config.calls.max_calls,
                 calls_per_session=config.calls.max_calls_per_session,
                 tenants=self._tenants,

@@ -18,7 +18,7 @@ from services.gateway.turns.run import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ModelEntry:
     """A model beside the policy."""
 
     name: str
@@ -31,7 +31,7 @@ class ModelTable:
     """All models of a gateway."""
 
     def __init__(
-        self, policy: Turns, policy_names: Sequence[str], entries: Iterable[Entry] = ()
+        self, policy: Turns, policy_names: Sequence[str], entries: Iterable[ModelEntry] = ()
     ) -> None:
         """`policy_names` are in the order of the list of models; "*": any other name. Raises
         `ConfigError` for an entry with a name of the policy."""
@@ -95,7 +95,7 @@ class ModelTable:
         return [name for name, _ in self.usable(claims) if name not in policy]
 
 
-def _allows(claims: Claims, entry: Entry) -> bool:
+def _allows(claims: Claims, entry: ModelEntry) -> bool:
     if claims.models:
         return any(name in claims.models for name in (entry.name, *entry.aliases))
     return entry.open

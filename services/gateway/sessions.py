@@ -24,7 +24,7 @@ from services.gateway.actors.backlog import Backlog
 from services.gateway.actors.messages import IsBusy, Reread
 from services.gateway.actors.session import SessionActor, SessionSettings
 from services.gateway.actors.shard_writer import Flush, OpenStream, ShardWriter, Waiting
-from services.gateway.admission import Admission
+from services.gateway.admission import CallAdmission
 from services.gateway.metrics import SESSION_BYTES, SESSIONS
 
 FLUSH_TIMEOUT_S = 60.0
@@ -85,7 +85,7 @@ class Sessions:
         actors: ActorSystem,
         *,
         limits: SessionLimits,
-        admission: Admission,
+        admission: CallAdmission,
         settings: Callable[[ActorRef, Callable[[str, int], None]], SessionSettings],
         open_stream: Callable[[str], OpenStream],
         clock: Callable[[], float],

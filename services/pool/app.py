@@ -18,7 +18,7 @@ from services.pool.erasure_ledger import ErasureLedger, MissedErasures
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger
 from services.pool.moves import GroupMover
-from services.pool.readers import ReaderRef, Readers
+from services.pool.readers import ReaderRef, ReaderThreads
 from services.pool.replication.election import serve_alone
 from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica
 from services.pool.replication.shard_identity import hold_shard
@@ -58,7 +58,7 @@ class PoolApp:
 
         store = await asyncio.to_thread(_open_store, config, on_panic)
         self._opened.push_async_callback(asyncio.to_thread, store.close)
-        readers = Readers(config.store.reader_threads)
+        readers = ReaderThreads(config.store.reader_threads)
         self._opened.push_async_callback(readers.close)
         writer = await self._context.actors.spawn(lambda: Writer(store), name="writer")
         self._context.metadata["shard"] = store.shard
@@ -83,7 +83,9 @@ class PoolApp:
             self._retain(store, writer, readers)
         log.info("shard_opened", shard=store.shard, data_dir=config.data_dir)
 
-    async def _start_replica(self, store: PoolStore, writer: WriterRef, readers: Readers) -> None:
+    async def _start_replica(
+        self, store: PoolStore, writer: WriterRef, readers: ReaderThreads
+    ) -> None:
         async def on_lead() -> None:
             await self._missed_erasures(store, writer, readers).apply()
             self._retain(store, leaders_writer, readers)
@@ -109,7 +111,7 @@ class PoolApp:
         self._replica = replica
         await replica.start()
 
-    def _purger(self, store: PoolStore, readers: Readers) -> Purger:
+    def _purger(self, store: PoolStore, readers: ReaderThreads) -> Purger:
         compactor = Compactor(store.environment, reserve_bytes=store.disk_reserve_bytes)
         self._opened.push_async_callback(compactor.stop)
         purger = Purger(store, readers, compactor)
@@ -164,7 +166,7 @@ class PoolApp:
         if self._replica is not None:
             await self._replica.drain()
 
-    def _retain(self, store: PoolStore, writer: WriterRef, readers: Readers) -> None:
+    def _retain(self, store: PoolStore, writer: WriterRef, readers: ReaderThreads) -> None:
         self._context.keep_running(self._watch_restored(store), name="restored")
         if self._context.config.retention.mode != "keep":
             retention = self._retention(store, writer, readers)

@@ -24,7 +24,7 @@ class ReaderRef(Protocol):
         """Returns the result of `read`."""
 
 
-class Readers:
+class ReaderThreads:
     """A bounded pool of reader threads."""
 
     def __init__(self, threads: int) -> None:

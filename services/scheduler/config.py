@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
-from forge.core.queue.admission import Admission, Mode, PartialGroups, QueueSettings
+from forge.core.queue.admission import GenerationLimit, Mode, PartialGroups, QueueSettings
 from forge.core.tasks.template_kwargs import merged
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_settings
@@ -104,7 +104,7 @@ class SchedulerConfig(ServiceConfig):
         """A changed setting without effect is an error."""
         queue = self.queue
         ignored = dict.fromkeys(IGNORED[queue.mode], f"queue.mode = {queue.mode.value}")
-        if queue.admission is not Admission.AHEAD:
+        if queue.admission is not GenerationLimit.AHEAD:
             ignored.setdefault("ahead", f"queue.admission = {queue.admission.value}")
         if queue.partial_groups is not PartialGroups.FILL:
             ignored["max_attempts"] = f"queue.partial_groups = {queue.partial_groups.value}"
@@ -114,7 +114,7 @@ class SchedulerConfig(ServiceConfig):
         for name in (known.name for known in dataclasses.fields(queue) if known.name in ignored):
             value = getattr(queue, name)
             if value != getattr(default, name):
-                shown = value.value if isinstance(value, Admission) else value
+                shown = value.value if isinstance(value, GenerationLimit) else value
                 raise InvalidArgument(
                     f"queue.{name} = {shown!r} has no effect with {ignored[name]}: leave it out"
                 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.support.scheduler.queue_simulation import BINS, Drive, Durations, Workload
-from forge.core.queue.admission import Admission, Mode, QueueSettings
+from forge.core.queue.admission import GenerationLimit, Mode, QueueSettings
 
 NEVER_S = 1e9
 """No claim ends in virtual time."""
@@ -59,8 +59,8 @@ def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
     """Every mode with every admission."""
     n = size.concurrency
     windows = {"w03": 0, "w05": n // 2, "wn": n}
-    for admission in (Admission.WINDOW, Admission.RUNNING, Admission.AHEAD):
-        suffix = "" if admission is Admission.WINDOW else f"_{admission.value}"
+    for admission in (GenerationLimit.WINDOW, GenerationLimit.RUNNING, GenerationLimit.AHEAD):
+        suffix = "" if admission is GenerationLimit.WINDOW else f"_{admission.value}"
         base = replace(_base(size), admission=admission)
         yield f"fifo{suffix}", replace(base, mode=Mode.FIFO)
         for name, window in windows.items():
@@ -72,12 +72,12 @@ def fixed_settings(size: Size) -> Iterator[tuple[str, QueueSettings]]:
     yield AT_COMMIT, _base(size)
     # Between the ends of the scale: what a patient operator would find.
     for times in (2, 4):
-        ahead = replace(_base(size), admission=Admission.AHEAD, ahead=times * n)
+        ahead = replace(_base(size), admission=GenerationLimit.AHEAD, ahead=times * n)
         yield f"greedy_ahead{times}", replace(ahead, mode=Mode.GREEDY)
         yield f"w03_ahead{times}", ahead
     # What an operator would choose who wants the very bounds that `adaptive` gets.
     for staleness in ADAPTIVE_STALENESS:
-        ahead = replace(_base(size), admission=Admission.AHEAD, ahead=staleness * size.batch)
+        ahead = replace(_base(size), admission=GenerationLimit.AHEAD, ahead=staleness * size.batch)
         yield f"fifo_s{staleness}", replace(ahead, mode=Mode.FIFO)
         for name, window in windows.items():
             yield f"{name}_s{staleness}", replace(ahead, window=window)

@@ -16,7 +16,7 @@ from openai import (
     InternalServerError,
 )
 
-from forge.agents.conversation import Conversation
+from forge.agents.conversation import RolloutConversation
 from forge.agents.environments.base import Episode, Message, Transcript
 from forge.agents.rollout import Rollout
 from forge.agents.scaffolds.openai_client import shared_client
@@ -36,7 +36,7 @@ class BlackBox:
             base_url=f"{rollout.gateway.http_url}/v1", api_key=rollout.session_token
         )
         model = await self._model(client)
-        conversation = Conversation(episode)
+        conversation = RolloutConversation(episode)
         settings = {"model": model} | _settings(rollout, episode)
         while conversation.calls < rollout.max_turns:
             try:

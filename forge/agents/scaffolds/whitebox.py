@@ -6,7 +6,7 @@ recorded with its context action and trained. `forge.agents.environments.folding
 
 from __future__ import annotations
 
-from forge.agents.conversation import Conversation
+from forge.agents.conversation import RolloutConversation
 from forge.agents.environments.base import Episode, Transcript
 from forge.agents.environments.folding import CONTEXT_ACTION, fold_request, folded
 from forge.agents.rollout import Rollout
@@ -51,7 +51,7 @@ class _Loop:
         self._rollout = rollout
         self._tools = episode.tools
         self._initial = list(episode.messages)
-        self._conversation = Conversation(episode)
+        self._conversation = RolloutConversation(episode)
         self._fold_every, self._fold_prompt = _fold_settings(rollout)
 
     async def run(self) -> Transcript:

@@ -17,7 +17,7 @@ from forge.cli.options import duration_s, with_options
 from forge.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from forge.runtime.security.issued_tokens import Record
+    from forge.runtime.security.issued_tokens import TokenRecord
 
 token_app = typer.Typer(
     no_args_is_help=True,
@@ -118,7 +118,7 @@ def revoke(
     finish(main, "Interrupted.")
 
 
-def _line(token_id: str, record: Record) -> str:
+def _line(token_id: str, record: TokenRecord) -> str:
     expiry = datetime.fromtimestamp(record.last_expiry_unix_s, UTC)
     state, by = "valid", f"issued by {record.issued_by or '-'}"
     if record.revoked_unix_s:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forge.cli.exports.files import Arrow
-from forge.client.stored.conversations import Conversation
+from forge.client.stored.conversations import StoredConversation
 from forge.core.conversation.messages import Message, same, to_openai
 
 Arguments = Literal["object", "text"]
@@ -41,7 +41,7 @@ class ChatRow:
 
 
 def sft_row(
-    talk: Conversation, *, trajectory_id: str, domain: str, reward: float | None
+    talk: StoredConversation, *, trajectory_id: str, domain: str, reward: float | None
 ) -> ChatRow:
     """Returns the row of a conversation."""
     return ChatRow(
@@ -59,7 +59,7 @@ def sft_row(
 
 
 def preference_row(
-    chosen: Conversation, rejected: Conversation, *, facts: Mapping[str, str | float]
+    chosen: StoredConversation, rejected: StoredConversation, *, facts: Mapping[str, str | float]
 ) -> ChatRow | None:
     """Returns the row of a pair; None if the two are equal, have no common prompt after which the
     policy answers, or have other tools or template variables."""
@@ -80,7 +80,7 @@ def preference_row(
     )
 
 
-def _split(left: Conversation, right: Conversation) -> int:
+def _split(left: StoredConversation, right: StoredConversation) -> int:
     """Messages of the longest common prompt; 0 without one, and for equal conversations."""
     split = 0
     for ours, theirs in zip(left.messages, right.messages, strict=False):

@@ -37,7 +37,7 @@ class RowFormat(Protocol[_In]):
         """Returns rows as a table of pyarrow; without rows it has the columns alone."""
 
 
-class Writer(Protocol[_In]):
+class RowWriter(Protocol[_In]):
     """An open file of rows."""
 
     def add(self, row: _In, /) -> None:
@@ -48,7 +48,7 @@ class Writer(Protocol[_In]):
 
 
 @contextmanager
-def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[Writer[Row]]:
+def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[RowWriter[Row]]:
     """Opens a new file; its suffix selects the encoding.
 
     The file gets its name when it is complete and on the disk. Raises `InvalidArgument` for another
@@ -64,7 +64,7 @@ def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[Writer[Row]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
             parquet = path.suffix == ".parquet"
-            writer: Writer[Row] = Parquet(file, rows) if parquet else JsonLines(file, rows)
+            writer: RowWriter[Row] = Parquet(file, rows) if parquet else JsonLines(file, rows)
             yield writer
             writer.close()
             file.flush()

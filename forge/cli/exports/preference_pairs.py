@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from forge.cli.exports.chat_rows import ChatRow, preference_row
 from forge.client.reward_events import reward_sum
-from forge.client.stored.conversations import Conversation, conversations
+from forge.client.stored.conversations import StoredConversation, conversations
 from forge.client.stored.pool import Page, PoolReader
 from forge.core.errors import InvalidArgument
 from forge.core.trajectory import parse_trajectory_id
@@ -79,7 +79,7 @@ class GroupPairs:
             for worse, low in rewards.items()
             if high > low and high - low >= self._margin
         )
-        talks: dict[str, Conversation | None] = {}
+        talks: dict[str, StoredConversation | None] = {}
         rows: list[ChatRow] = []
         for difference, better, worse in pairs:
             for name in (better, worse):
@@ -100,7 +100,7 @@ class GroupPairs:
         difference: float,
         better: str,
         worse: str,
-        talks: dict[str, Conversation | None],
+        talks: dict[str, StoredConversation | None],
         rewards: dict[str, float],
     ) -> ChatRow | None:
         chosen, rejected = talks[better], talks[worse]
@@ -117,10 +117,10 @@ class GroupPairs:
         }
         return preference_row(chosen, rejected, facts=facts)
 
-    async def _last_conversation(self, shard: str, trajectory_id: str) -> Conversation | None:
+    async def _last_conversation(self, shard: str, trajectory_id: str) -> StoredConversation | None:
         """The conversation that ends with the last answer; None without messages."""
         damaged: list[str] = []
-        talks: list[Conversation] = []
+        talks: list[StoredConversation] = []
         async for one in self._reader.fetch(shard, [trajectory_id], on_damage=damaged.append):
             try:
                 talks, _ = conversations(one.turns)

@@ -25,7 +25,7 @@ ids; it is a side call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class StoredConversation:
     """Messages that end with an answer of the policy."""
 
     turn_index: int
@@ -39,7 +39,7 @@ class Conversation:
 
 def conversations(
     turns: Sequence[pb.Turn],
-) -> tuple[list[Conversation], Counter[Unused]]:
+) -> tuple[list[StoredConversation], Counter[Unused]]:
     """Returns the conversations of a trajectory in the order of their last turns, and the turns
     whose answers end none, by reason. Raises `InvalidArgument` if the turns form no tree.
 
@@ -64,9 +64,9 @@ def conversations(
     return [_conversation(end) for end in ends if id(end) not in continued], unused
 
 
-def _conversation(end: Node) -> Conversation:
+def _conversation(end: Node) -> StoredConversation:
     path, root = end.path(), root_of(end)
-    return Conversation(
+    return StoredConversation(
         turn_index=end.turn,
         messages=tuple(node.message for node in path if node.message is not None),
         answers=frozenset(place for place, node in enumerate(path) if node.turn >= 0),

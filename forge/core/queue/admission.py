@@ -22,7 +22,7 @@ UNBOUNDED = 2**53
 """Window size that imposes no bound."""
 
 
-class Admission(enum.Enum):
+class GenerationLimit(enum.Enum):
     """Limit on generation besides N."""
 
     RUNNING = "running"
@@ -79,7 +79,7 @@ class QueueSettings:
     """mode = adaptive: bound on shift, the divergence beyond chance of the mix of a batch
     (duration, domain, difficulty) from that of the queue. It holds as long as waiting can reduce
     the shift."""
-    admission: Admission = Admission.WINDOW
+    admission: GenerationLimit = GenerationLimit.WINDOW
     """Limit on generation besides N running groups: running (none), window (complete groups that
     are not assigned to a batch count against N), ahead (only groups less than `ahead` positions
     from the head start); mode = adaptive has a rule of its own."""

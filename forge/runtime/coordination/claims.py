@@ -23,7 +23,7 @@ from typing import Any
 from forge.core.errors import Conflict, Unavailable
 from forge.runtime.coordination.directory import Signatures, entry_text
 from forge.runtime.coordination.etcd import TIMEOUT_S, Etcd, Versioned
-from forge.runtime.coordination.leases import Lease
+from forge.runtime.coordination.leases import EtcdLease
 from forge.runtime.telemetry import log
 
 _LOOK_S = 0.2
@@ -110,12 +110,12 @@ class Claim:
         self._owner = owner
         self._taken = taken
 
-    async def enter(self, fields: Fields) -> Lease:
+    async def enter(self, fields: Fields) -> EtcdLease:
         """Write the entry under a new lease. Raises `Conflict` when another live process has the
         key, `Unavailable` when etcd does not answer."""
         while True:
             revision = await self._free()
-            lease = await Lease.grant(self._etcd, ttl_s=self._ttl_s, timeout_s=TIMEOUT_S)
+            lease = await EtcdLease.grant(self._etcd, ttl_s=self._ttl_s, timeout_s=TIMEOUT_S)
             try:
                 if await self._swap(lease, fields, revision):
                     return lease
@@ -130,7 +130,7 @@ class Claim:
             else:
                 await lease.revoke()
 
-    async def write(self, lease: Lease, fields: Fields) -> None:
+    async def write(self, lease: EtcdLease, fields: Fields) -> None:
         """Replace the entry. Raises as `enter` does, and does not wait."""
         found = await self._etcd.get(self._key)
         if found is not None and not self._replaceable(found):
@@ -138,7 +138,7 @@ class Claim:
         if not await self._swap(lease, fields, 0 if found is None else found.mod_revision):
             raise Unavailable(f"{self._key} has changed meanwhile: try again")
 
-    async def _swap(self, lease: Lease, fields: Fields, revision: int) -> bool:
+    async def _swap(self, lease: EtcdLease, fields: Fields, revision: int) -> bool:
         entry: dict[str, Any] = {**fields, "owner": asdict(self._owner), "ttl_s": self._ttl_s}
         if self._signatures is not None:
             text = entry_text(self._etcd.cluster, self._key, lease.lease_id, entry)

@@ -20,7 +20,7 @@ from forge.runtime.coordination.discovery import Discovery, decode_entry
 from forge.runtime.coordination.etcd import Etcd, Login, Refused, Versioned
 from forge.runtime.coordination.etcd_channel import open_channel
 from forge.runtime.coordination.leader_election import Leadership, elect
-from forge.runtime.coordination.leases import Lease, OnConflict, Registration
+from forge.runtime.coordination.leases import EtcdLease, OnConflict, Registration
 
 _PULSE_S = 0.5
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
@@ -158,10 +158,10 @@ class Coordinator:
             signatures=self._signatures,
         )
 
-        async def enter(metadata: Mapping[str, str]) -> Lease:
+        async def enter(metadata: Mapping[str, str]) -> EtcdLease:
             return await claim.enter(fields_of(metadata))
 
-        async def write(lease: Lease, metadata: Mapping[str, str]) -> None:
+        async def write(lease: EtcdLease, metadata: Mapping[str, str]) -> None:
             await claim.write(lease, fields_of(metadata))
 
         lease = await enter(metadata)

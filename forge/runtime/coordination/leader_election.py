@@ -15,7 +15,7 @@ from contextlib import aclosing
 from forge.core.errors import Unavailable
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination.etcd import Etcd
-from forge.runtime.coordination.leases import RETRY_S, Lease
+from forge.runtime.coordination.leases import RETRY_S, EtcdLease
 from forge.runtime.telemetry import log
 
 
@@ -29,7 +29,7 @@ async def elect(etcd: Etcd, name: str, instance_id: str, *, ttl_s: float) -> Lea
                 if holder is None:
                     break
         try:
-            lease = await Lease.grant(etcd, ttl_s=ttl_s, timeout_s=ttl_s)
+            lease = await EtcdLease.grant(etcd, ttl_s=ttl_s, timeout_s=ttl_s)
             try:
                 revision = await etcd.swap(
                     key, instance_id.encode(), expected_revision=0, lease_id=lease.lease_id
@@ -54,7 +54,9 @@ async def elect(etcd: Etcd, name: str, instance_id: str, *, ttl_s: float) -> Lea
 class Leadership:
     """Leadership of a name until lost or resigned; to regain it, campaign again."""
 
-    def __init__(self, etcd: Etcd, lease: Lease, *, name: str, fence: int, revision: int) -> None:
+    def __init__(
+        self, etcd: Etcd, lease: EtcdLease, *, name: str, fence: int, revision: int
+    ) -> None:
         """`revision`: of the leader's key."""
         self.fence = fence
         """Grows with every leader of the name; a write that carries an older one is refused."""

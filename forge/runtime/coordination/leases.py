@@ -37,7 +37,7 @@ class LeaseStore(Protocol):
         """End a lease and delete its keys."""
 
 
-class Lease:
+class EtcdLease:
     """One lease in etcd."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Lease:
     @classmethod
     async def grant(
         cls, store: LeaseStore, *, ttl_s: float, timeout_s: float, clock: Clock = time.monotonic
-    ) -> Lease:
+    ) -> EtcdLease:
         """Grant a lease. Raises Unavailable."""
         granted_s = clock()
         lease_id = await store.grant(ttl_s, timeout_s=timeout_s)
@@ -101,10 +101,10 @@ class Registration:
 
     def __init__(
         self,
-        lease: Lease,
+        lease: EtcdLease,
         *,
-        enter: Callable[[Mapping[str, str]], Awaitable[Lease]],
-        write: Callable[[Lease, Mapping[str, str]], Awaitable[None]],
+        enter: Callable[[Mapping[str, str]], Awaitable[EtcdLease]],
+        write: Callable[[EtcdLease, Mapping[str, str]], Awaitable[None]],
         metadata: Mapping[str, str],
         on_conflict: OnConflict = lambda _: None,
     ) -> None:

@@ -53,7 +53,7 @@ ROLES: Mapping[str, Role] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class TokenRecord:
     """One issued token, without its signature."""
 
     subject: str
@@ -107,7 +107,7 @@ async def issue(
     Raises InvalidArgument, Unavailable."""
     if renewable_s > MAX_LIFE_S:
         raise InvalidArgument(f"a token is renewable for at most {MAX_LIFE_S / 86_400:g} days")
-    record = Record(
+    record = TokenRecord(
         subject=claims.subject,
         scopes=tuple(sorted(claims.scopes)),
         audience=tuple(sorted(claims.audience)),
@@ -120,7 +120,7 @@ async def issue(
     return keyring.sign(claims)
 
 
-async def record_once(coordinator: Coordinator, token_id: str, record: Record) -> bool:
+async def record_once(coordinator: Coordinator, token_id: str, record: TokenRecord) -> bool:
     """Record a token that was signed before etcd ran; return False for a token that has a record,
     which stays: it may be revoked. Raises Unavailable."""
     if token_id in await records(coordinator):
@@ -155,13 +155,13 @@ async def renew(
     return keyring.sign(renewed), renewed
 
 
-async def revoke(coordinator: Coordinator, token_id: str, *, by: str) -> Record:
+async def revoke(coordinator: Coordinator, token_id: str, *, by: str) -> TokenRecord:
     """Revoke a token: services refuse it from their next view on. Raises Unavailable.
 
     The id of an unrecorded token, e.g. of a session, is kept for the longest lifetime.
     """
     now_s = time.time()
-    unrecorded = Record(
+    unrecorded = TokenRecord(
         subject="",
         scopes=(),
         audience=(),
@@ -175,7 +175,7 @@ async def revoke(coordinator: Coordinator, token_id: str, *, by: str) -> Record:
     )
 
 
-async def records(coordinator: Coordinator) -> dict[str, Record]:
+async def records(coordinator: Coordinator) -> dict[str, TokenRecord]:
     """Return the issued and revoked tokens by id. Raises Unavailable."""
     return _read(await coordinator.get(KEY))
 
@@ -208,8 +208,8 @@ def apply_revocations(security: Security, value: Versioned | None) -> None:
 
 
 async def _change(
-    coordinator: Coordinator, token_id: str, change: Callable[[Record | None], Record]
-) -> Record:
+    coordinator: Coordinator, token_id: str, change: Callable[[TokenRecord | None], TokenRecord]
+) -> TokenRecord:
     while True:
         value = await coordinator.get(KEY)
         oldest_s = time.time() - KEPT_S
@@ -225,5 +225,5 @@ async def _change(
         return changed
 
 
-def _read(value: Versioned | None) -> dict[str, Record]:
-    return {} if value is None else msgspec.json.decode(value.value, type=dict[str, Record])
+def _read(value: Versioned | None) -> dict[str, TokenRecord]:
+    return {} if value is None else msgspec.json.decode(value.value, type=dict[str, TokenRecord])

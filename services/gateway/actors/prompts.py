@@ -13,7 +13,7 @@ from forge.core.errors import ContextTooLong
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.security.tokens import Claims
 from services.gateway.conversation.conversation import Conversation
-from services.gateway.conversation.prompt import Draft, Prompt
+from services.gateway.conversation.prompt import Prompt, PromptDraft
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.encode_threads import EncodeThreads
@@ -36,7 +36,9 @@ class Prompts:
         self._threads = threads
         self._limit = limit
 
-    async def draft(self, conversation: Conversation, request: TurnRequest, opening: str) -> Draft:
+    async def draft(
+        self, conversation: Conversation, request: TurnRequest, opening: str
+    ) -> PromptDraft:
         """As `Conversation.draft`. Nothing else may use the conversation meanwhile. Raises
         `ContextTooLong` for more messages or tools than tokens."""
         draft = partial(
@@ -51,7 +53,7 @@ class Prompts:
             return draft()
         return await self._threads.run(self._claims.tenant, draft)
 
-    async def encode(self, draft: Draft) -> Prompt:
+    async def encode(self, draft: PromptDraft) -> Prompt:
         """Returns the prompt of a draft; raises `ContextTooLong` for a long one."""
         model, first = self._model, draft.how == "first"
         if len(draft.text) > LARGE_TEXT_CHARS:
@@ -73,7 +75,7 @@ class Prompts:
                 domain=self._claims.domain if shorter else "",
             )
 
-    async def _encode_long(self, draft: Draft, first: bool) -> bytes:
+    async def _encode_long(self, draft: PromptDraft, first: bool) -> bytes:
         before = len(draft.ids) // TOKEN_BYTES
         self.require_room(before + self._model.least_tokens(draft.text), at_least=True)
         encode = partial(self._model.encode_within, draft.text, self._limit - before, first=first)

@@ -43,7 +43,7 @@ from services.gateway.conversation.agent_time import AgentTime, Begun
 from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.handles import Recalled, deleted_names
 from services.gateway.conversation.other_turns import append_other
-from services.gateway.conversation.prompt import Draft, Prompt, given
+from services.gateway.conversation.prompt import Prompt, PromptDraft, given
 from services.gateway.conversation.rebase import rebase
 from services.gateway.conversation.turn_record import record_request
 from services.gateway.conversation.turn_request import TurnRequest
@@ -197,7 +197,9 @@ class SessionActor(Actor):
             return await self._prompts.encode(given(request.prompt_ids))
         return await self._prompts.encode(await self._draft(conversation, request, ask.opening))
 
-    async def _draft(self, conversation: Conversation, request: TurnRequest, opening: str) -> Draft:
+    async def _draft(
+        self, conversation: Conversation, request: TurnRequest, opening: str
+    ) -> PromptDraft:
         draft = await self._prompts.draft(conversation, request, opening)
         just_read, self._just_read = self._just_read, False
         if just_read or draft.place is None or not draft.place.unknown_answers:

@@ -43,7 +43,7 @@ from services.gateway.conversation.prefix_match import (
     PrefixMatch,
     recognized_prefix,
 )
-from services.gateway.conversation.prompt import Draft, Place, Prompt, SampledAnswer
+from services.gateway.conversation.prompt import Place, Prompt, PromptDraft, SampledAnswer
 from services.gateway.conversation.recorded_experts import record_experts
 from services.gateway.model.chat_model import ChatModel, Tools
 from services.gateway.model.chat_template import ChatTemplate
@@ -88,7 +88,7 @@ class Conversation:
         opening: str = "",
         template_kwargs: str = "",
         most: int = maxsize,
-    ) -> Draft:
+    ) -> PromptDraft:
         """Matches `messages` to the context tree and finds the text that must be encoded.
 
         Contexts with other tools or other template variables share no node. Raises
@@ -112,7 +112,7 @@ class Conversation:
         if not place.beyond and node.prompted != NO_PARENT and not opening:
             shared = self.prefixes.whole_prompt(node.prompted)
             ids = self.prefixes.prompt(node.prompted)
-            return Draft(how="repeated", ids=ids, place=place, shared=shared)
+            return PromptDraft(how="repeated", ids=ids, place=place, shared=shared)
         try:
             return self._rendered(match, place, tools, opening)
         except TemplateRefused as error:
@@ -120,14 +120,16 @@ class Conversation:
                 f"the model's chat template refuses the messages: {error}"
             ) from error
 
-    def _rendered(self, match: PrefixMatch, place: Place, tools: Tools, opening: str) -> Draft:
+    def _rendered(
+        self, match: PrefixMatch, place: Place, tools: Tools, opening: str
+    ) -> PromptDraft:
         template = self.model.template_with(place.root.template_kwargs)
         render = template.renderer(tools)
         for answer in islice(match.answers(), MAX_ANSWERS_TRIED):
             text = self._text_after(template, render, match, answer)
             if text is not None:
                 ids, text = self._without_end(answer.turn, text)
-                return Draft(
+                return PromptDraft(
                     how="continued",
                     ids=ids,
                     text=text + opening,
@@ -137,7 +139,7 @@ class Conversation:
                 )
         text = render(match.history(), True)
         how = "branched" if self.turns else "first"
-        return Draft(how=how, ids=b"", text=text + opening, place=place, opening=opening)
+        return PromptDraft(how=how, ids=b"", text=text + opening, place=place, opening=opening)
 
     def record(
         self,

@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class PromptDraft:
     """A prompt before its new text is encoded."""
 
     how: str
@@ -56,7 +56,7 @@ class Prompt:
     """Prompt ids, with the draft for the record of the turn."""
 
     ids: bytes
-    draft: Draft
+    draft: PromptDraft
 
     @property
     def tokens(self) -> int:
@@ -98,6 +98,6 @@ class SampledAnswer:
         return len(self.ids) // TOKEN_BYTES
 
 
-def given(ids: bytes) -> Draft:
+def given(ids: bytes) -> PromptDraft:
     """Returns the draft of a prompt that the agent rendered."""
-    return Draft(how="given", ids=ids)
+    return PromptDraft(how="given", ids=ids)

@@ -17,7 +17,7 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.handles import Handle
 from services.gateway.conversation.other_turns import append_other
-from services.gateway.conversation.prompt import Draft, Place, Prompt, SampledAnswer
+from services.gateway.conversation.prompt import Place, Prompt, PromptDraft, SampledAnswer
 from services.gateway.model.chat_model import ChatModel
 
 
@@ -88,7 +88,7 @@ def _recorded(turn: common_pb2.Turn, source: Conversation, target: Conversation)
         parse_error=turn.parse_error,
         cached_tokens=turn.cached_tokens,
     )
-    draft = Draft(how="rebased", ids=ids, place=place, opening=opening)
+    draft = PromptDraft(how="rebased", ids=ids, place=place, opening=opening)
     context = json.loads(turn.messages_json or "{}")
     rebased = target.record(Prompt(ids=ids, draft=draft), sampled, _handle(context))
     result = common_pb2.Turn()

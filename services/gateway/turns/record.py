@@ -25,7 +25,7 @@ ASK_TIMEOUT_S = 60.0
 """Deadline of a request to a session actor, with a possible rebuild from the pool."""
 
 
-class Record(Protocol):
+class TurnRecord(Protocol):
     """Record of the turns of one model."""
 
     async def begin(

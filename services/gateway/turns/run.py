@@ -32,7 +32,7 @@ from services.gateway.sessions import Session, Sessions
 from services.gateway.structured_output.forced_opening import opening_of
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
 from services.gateway.turns.answer_parser import AnswerParser, turn_parser
-from services.gateway.turns.record import ASK_TIMEOUT_S, PolicyRecord, Record
+from services.gateway.turns.record import ASK_TIMEOUT_S, PolicyRecord, TurnRecord
 from services.gateway.turns.sampling_policy import with_policy
 from services.gateway.turns.turn_span import with_span
 from services.gateway.turns.types import Piece, Turn
@@ -59,7 +59,7 @@ class Turns:
         bounds: SamplingBounds,
         record_experts: bool = False,
         other: OtherModel | None = None,
-        record: Record | None = None,
+        record: TurnRecord | None = None,
     ) -> None:
         """`other` and `record`: of a model that is not the policy. `record_experts`: ask engines
         for the experts of each token."""

@@ -34,7 +34,6 @@ from services.inference.router.fleet.open_calls import Ping, is_silent, pause
 from services.inference.router.fleet.workers import Worker
 from services.inference.router.messages import (
     Abandoned,
-    Admission,
     Admit,
     CacheReported,
     Decoded,
@@ -46,8 +45,9 @@ from services.inference.router.messages import (
     Placement,
     PlacePrefill,
     Prefilled,
+    QueuePlace,
     Report,
-    Sampled,
+    TokensSampled,
 )
 from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
 
@@ -103,8 +103,8 @@ class RouterActor(Actor):
         """One of each worker that left discovery with requests."""
         self._clock = clock
         self._fleet = Fleet() if fleet is None else fleet
-        self._waiting: deque[Admission] = deque()
-        self._admitted: set[Admission] = set()
+        self._waiting: deque[QueuePlace] = deque()
+        self._admitted: set[QueuePlace] = set()
         self._throughput = _Throughput()
 
     async def started(self) -> None:
@@ -143,7 +143,7 @@ class RouterActor(Actor):
             case Abandoned(placement=placement):
                 if placement.chosen is not None:
                     self._release(placement)
-            case Sampled(tokens=tokens):
+            case TokensSampled(tokens=tokens):
                 self._throughput.add(tokens, self._clock())
                 SAMPLED_TOKENS.inc(tokens)
             case Leave(admission=admission):
@@ -158,7 +158,7 @@ class RouterActor(Actor):
                 return self._report()
         return None
 
-    def _admit(self, admission: Admission) -> Admission:
+    def _admit(self, admission: QueuePlace) -> QueuePlace:
         # Callers that gave up have left the queue with Leave.
         if len(self._waiting) >= self._queue_limit:
             raise ResourceExhausted(
@@ -168,7 +168,7 @@ class RouterActor(Actor):
         self._grant()
         return admission
 
-    def _leave(self, admission: Admission) -> None:
+    def _leave(self, admission: QueuePlace) -> None:
         if admission in self._admitted:
             self._admitted.remove(admission)
         elif admission in self._waiting:

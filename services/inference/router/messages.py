@@ -12,7 +12,7 @@ from services.inference.router.fleet.workers import Worker
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Admission:
+class QueuePlace:
     """A request's place: queued until `granted`, then admitted until it leaves."""
 
     granted: asyncio.Future[None] = field(
@@ -25,7 +25,7 @@ class Admit:
     """Ask: queue the request. ResourceExhausted when too many wait, UnsupportedByEngines when no
     engine in discovery can serve it. Leave must follow in any case."""
 
-    admission: Admission = field(default_factory=Admission)
+    admission: QueuePlace = field(default_factory=QueuePlace)
     needs: Needs = NO_NEEDS
 
 
@@ -126,7 +126,7 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class TokensSampled:
     """Tell: tokens were sampled for a caller."""
 
     tokens: int
@@ -136,7 +136,7 @@ class Sampled:
 class Leave:
     """Tell: the request has ended."""
 
-    admission: Admission
+    admission: QueuePlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

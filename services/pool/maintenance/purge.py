@@ -14,7 +14,7 @@ from functools import partial
 from forge.core.errors import ForgeError
 from forge.runtime.telemetry import log
 from services.pool.maintenance.compaction import Compactor
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.storage.erasures import put_purged, unpurged_erasure
 from services.pool.store import PoolStore
 
@@ -24,7 +24,7 @@ PERIOD_S = 5.0
 class Purger:
     """Purges the file of one instance."""
 
-    def __init__(self, store: PoolStore, readers: Readers, compactor: Compactor) -> None:
+    def __init__(self, store: PoolStore, readers: ReaderThreads, compactor: Compactor) -> None:
         self.compactor = compactor
         self._store = store
         self._readers = readers

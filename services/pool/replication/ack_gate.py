@@ -16,7 +16,7 @@ from services.pool.metrics import REPLICA_LAG
 RETRY_S = 0.5
 
 
-class Gate:
+class AckGate:
     """Answers of a leader pass once enough replicas have their writes on disk."""
 
     def __init__(self, shard: str, *, position: int, leads: Callable[[], bool]) -> None:

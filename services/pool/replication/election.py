@@ -18,7 +18,7 @@ from forge.runtime.coordination import Coordinator, Leadership
 from forge.runtime.coordination.shard_record import read_record
 from forge.runtime.telemetry import log
 from services.pool.config import PoolConfig
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.replication.ack_gate import RETRY_S
 from services.pool.replication.replica_set import ReplicaSet, leadership_name, may_lead
 from services.pool.replication.shard_identity import may_serve
@@ -29,11 +29,11 @@ from services.pool.store import PoolStore
 T = TypeVar("T")
 
 
-class Election:
+class ReplicaElection:
     """The campaign of one replica."""
 
     def __init__(
-        self, coordinator: Coordinator, store: PoolStore, readers: Readers, config: PoolConfig
+        self, coordinator: Coordinator, store: PoolStore, readers: ReaderThreads, config: PoolConfig
     ) -> None:
         self._coordinator = coordinator
         self._store = store

@@ -20,7 +20,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FollowLeader
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.storage.journal import follower_state, replica_state
 from services.pool.storage.records import Records
 from services.pool.store import PoolStore
@@ -46,7 +46,7 @@ class Following:
         self,
         store: PoolStore,
         writer: WriterRef,
-        readers: Readers,
+        readers: ReaderThreads,
         leaders: Remote[PoolReplicaServiceAsyncStub],
         *,
         instance_id: str,

@@ -20,7 +20,7 @@ from forge.runtime.rpc.chunks import split
 from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
 from services.pool.metrics import CATCH_UPS
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.replication.catch_up import CatchUp
 from services.pool.storage.journal import (
     Changes,
@@ -50,7 +50,7 @@ class Link:
     def __init__(
         self,
         store: PoolStore,
-        readers: Readers,
+        readers: ReaderThreads,
         follower: pb.FollowerState,
         *,
         lineage: str,

@@ -26,8 +26,8 @@ from forge.runtime.telemetry import log
 from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
 from services.pool.metrics import REPLICAS_IN_SYNC
-from services.pool.readers import Readers
-from services.pool.replication.ack_gate import RETRY_S, Gate
+from services.pool.readers import ReaderThreads
+from services.pool.replication.ack_gate import RETRY_S, AckGate
 from services.pool.replication.follower_link import Link
 from services.pool.replication.replica_set import ReplicaSet, leadership_name
 from services.pool.storage.environment.lmdb_env import DISK_RETRY_S
@@ -47,7 +47,7 @@ class Leader:
         leadership: Leadership,
         members: ReplicaSet,
         store: PoolStore,
-        readers: Readers,
+        readers: ReaderThreads,
         *,
         state: ReplicaState,
         on_members: Callable[[], None],
@@ -55,7 +55,7 @@ class Leader:
         """`on_members` is called when the set of replicas has changed."""
         self.deposed = asyncio.Event()
         """Set once another instance leads, or may lead."""
-        self.gate = Gate(
+        self.gate = AckGate(
             store.shard, position=state.position, leads=lambda: not self.deposed.is_set()
         )
         self.members = members

@@ -29,9 +29,9 @@ from services.pool.actors.writer import WriterRef
 from services.pool.config import PoolConfig
 from services.pool.data.commands import FollowLeader
 from services.pool.metrics import LEADS
-from services.pool.readers import ReaderRef, Readers
+from services.pool.readers import ReaderRef, ReaderThreads
 from services.pool.replication.ack_gate import RETRY_S
-from services.pool.replication.election import Election
+from services.pool.replication.election import ReplicaElection
 from services.pool.replication.follower import Following
 from services.pool.replication.leader import Leader
 from services.pool.replication.replica_set import ReplicaSet
@@ -59,7 +59,7 @@ class Replica:
         context: ServiceContext,
         store: PoolStore,
         writer: WriterRef,
-        readers: Readers,
+        readers: ReaderThreads,
         *,
         on_lead: Callable[[], Awaitable[None]],
     ) -> None:
@@ -171,7 +171,9 @@ class Replica:
             self._leader.committed(position, changes)
 
     async def _live(self) -> None:
-        election = Election(self._context.coordinator, self._store, self._readers, self._config)
+        election = ReplicaElection(
+            self._context.coordinator, self._store, self._readers, self._config
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 follower = self._following()

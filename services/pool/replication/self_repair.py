@@ -21,7 +21,7 @@ from services.pool.data.commands import MendIndex, RepairUnit
 from services.pool.data.repair.index_mending import MENDED, wrong_entries
 from services.pool.data.repair.record_repair import is_whole
 from services.pool.metrics import REPAIRS
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.storage.journal import SENT, replica_state
 from services.pool.storage.record_copies import CopiedRecords, units_of
 from services.pool.storage.record_names import describe
@@ -50,7 +50,7 @@ class SelfRepair:
         self,
         store: PoolStore,
         writer: WriterRef,
-        readers: Readers,
+        readers: ReaderThreads,
         fetch: FetchSince,
         *,
         leads: bool,

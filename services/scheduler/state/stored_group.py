@@ -17,7 +17,7 @@ from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, Store
 from forge.core.trajectory import TaskId, parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.state.domain_progress import outcome_of
-from services.scheduler.state.task_catalog import Entry
+from services.scheduler.state.task_catalog import TaskEntry
 
 PHASES = {
     common_pb2.GROUP_STATE_TRAINED: Phase.TRAINED,
@@ -36,7 +36,7 @@ class StoredGroup(NamedTuple):
     group: Group
     place: int
     """Order of restoring, over both purposes."""
-    entry: Entry
+    entry: TaskEntry
     """The group's entry in the catalog."""
     tag: str
     outcomes: Sequence[float]
@@ -68,7 +68,9 @@ def stored_group(response: pool_pb2.ScanGroupsResponse, *, counted: bool = False
     return StoredGroup(
         group=group,
         place=2 * record.queue_index + group.spec.evaluation,
-        entry=Entry.of(record.task, digest=record.task_digest, payload=not group.phase.consumed),
+        entry=TaskEntry.of(
+            record.task, digest=record.task_digest, payload=not group.phase.consumed
+        ),
         tag=intern(record.task.tag),
         outcomes=()
         if counted and record.settled_unix_s

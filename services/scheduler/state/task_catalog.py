@@ -24,7 +24,7 @@ STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TaskEntry:
     """One task."""
 
     digest: bytes
@@ -32,7 +32,7 @@ class Entry:
     """A serialized Task: a fifth of the memory of a message."""
 
     @classmethod
-    def of(cls, task: common_pb2.Task, *, digest: bytes, payload: bool = True) -> Entry:
+    def of(cls, task: common_pb2.Task, *, digest: bytes, payload: bool = True) -> TaskEntry:
         """`digest` of the submitted task; b"" if `task` is that task. Without `payload`, removes it
         from `task`."""
         digest = digest or digest_of(task)
@@ -45,14 +45,16 @@ class Catalog:
     """The tasks of one term."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TaskEntry] = {}
         self._tags: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def add(self, task: common_pb2.Task, *, digest: bytes = b"") -> None:
         """`digest` of the submitted task, because the pool may have freed its payload."""
-        self.enter((task.task_id,), (Entry.of(task, digest=digest),), (task.tag,))
+        self.enter((task.task_id,), (TaskEntry.of(task, digest=digest),), (task.tag,))
 
-    def enter(self, task_ids: Sequence[str], entries: Sequence[Entry], tags: Sequence[str]) -> None:
+    def enter(
+        self, task_ids: Sequence[str], entries: Sequence[TaskEntry], tags: Sequence[str]
+    ) -> None:
         """Add tasks, with the entry and the tag of each."""
         self._entries.update(zip(task_ids, entries, strict=True))
         for task_id, tag in zip(task_ids, tags, strict=True):
@@ -73,7 +75,7 @@ class Catalog:
         entry = self._entries[task_id]
         task = common_pb2.Task.FromString(entry.task)
         task.payload_json = ""
-        self._entries[task_id] = Entry(entry.digest, task.SerializeToString())
+        self._entries[task_id] = TaskEntry(entry.digest, task.SerializeToString())
 
     def forget(self, task_id: str) -> None:
         """Remove a task."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.core.queue.admission import Admission, QueueSettings
+from forge.core.queue.admission import GenerationLimit, QueueSettings
 from forge.core.queue.batches import Batch
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Group, GroupSpec
@@ -16,7 +16,11 @@ LATE_S = 99.0
 
 def make_queue(domains: str, *, term: int = 0, **settings: Any) -> GenerationQueue:
     """One group per letter, of the domain the letter names: task `<letter><index>`. All run."""
-    defaults: dict[str, Any] = {"concurrency": 64, "window": 2, "admission": Admission.RUNNING}
+    defaults: dict[str, Any] = {
+        "concurrency": 64,
+        "window": 2,
+        "admission": GenerationLimit.RUNNING,
+    }
     queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
     for index, domain in enumerate(domains):
         add(queue, f"{domain}{index}", index)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from forge.core.queue.admission import Admission, Mode, QueueSettings
+from forge.core.queue.admission import GenerationLimit, Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.group_counts import STARTED
 from forge.core.queue.groups import Group, Phase, RolloutPhase
@@ -184,9 +184,9 @@ class QueueInvariants(RuleBasedStateMachine):
         if isinstance(self.queue.selection, Adaptive) or not started:
             return
         head, n = ledger.window.head, settings.concurrency
-        if settings.admission is Admission.AHEAD:
+        if settings.admission is GenerationLimit.AHEAD:
             assert max(group.place for group in started) < head + (settings.ahead or n)
-        if settings.admission is Admission.WINDOW:
+        if settings.admission is GenerationLimit.WINDOW:
             edge = head + min(ledger.window.size, n)
             near = sum(group.spec.index < edge for group in started)
             if near < len(started):

@@ -18,7 +18,7 @@ from forge.core.formats import Parser
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.conversation.conversation import Conversation
-from services.gateway.conversation.prompt import Draft, Prompt, SampledAnswer, given
+from services.gateway.conversation.prompt import Prompt, PromptDraft, SampledAnswer, given
 from services.gateway.turns.answer_parser import AnswerParser
 from tests.support.gateway.chat_templates import make_model, make_tokenizer
 from tests.support.pool.records import recorded_tree
@@ -79,7 +79,7 @@ class Session:
         )
         return self.whole(draft)
 
-    def whole(self, draft: Draft) -> Prompt:
+    def whole(self, draft: PromptDraft) -> Prompt:
         """The prompt of a draft, its text encoded."""
         return Prompt(ids=draft.ids + self.model.encode(draft.text), draft=draft)
 

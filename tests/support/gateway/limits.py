@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypedDict
 
-from services.gateway.admission import Admission
+from services.gateway.admission import CallAdmission
 from services.gateway.config import TenantSettings
 from services.gateway.http.bodies import Bodies
 from services.gateway.tenants import Tenants
@@ -35,5 +35,5 @@ def edge_limits(
     return {"bodies": bodies, "tenants": tenants_of(settings)}
 
 
-def admission_of(*, calls: int = 100, calls_per_session: int = 4) -> Admission:
-    return Admission(calls=calls, calls_per_session=calls_per_session, tenants=tenants_of())
+def admission_of(*, calls: int = 100, calls_per_session: int = 4) -> CallAdmission:
+    return CallAdmission(calls=calls, calls_per_session=calls_per_session, tenants=tenants_of())

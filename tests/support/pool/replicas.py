@@ -17,7 +17,7 @@ from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
 from services.pool import validation
 from services.pool.data.commands import AppendTurns, FollowLeader, FreeGroups
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.replication.catch_up import CatchUp
 from services.pool.replication.follower_link import Link
 from services.pool.storage.journal import (
@@ -146,7 +146,7 @@ async def linked(
 ) -> AsyncIterator[Link]:
     """`follower` follows `leader` inside; at the end, or after so many steps, the line is cut,
     wherever things are."""
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     link = leader.link = Link(
         leader.store,
         readers,

@@ -7,7 +7,7 @@ from services.pool.actors.writer import WriterRef
 from services.pool.erasure import Erasure
 from services.pool.maintenance.compaction import Compactor
 from services.pool.moves import GroupMover
-from services.pool.readers import ReaderRef, Readers
+from services.pool.readers import ReaderRef, ReaderThreads
 from services.pool.retention import Retention
 from services.pool.service import PoolServicer, WriteLimits
 from services.pool.store import PoolStore
@@ -21,7 +21,7 @@ def make_servicer(
     return PoolServicer(
         store,
         writer or unused(ActorRef),
-        readers or unused(Readers),
+        readers or unused(ReaderThreads),
         unused(Compactor),
         unused(Erasure),
         unused(GroupMover),

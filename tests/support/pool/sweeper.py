@@ -7,7 +7,7 @@ from typing import Any
 
 from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.data.removal.freeing import Freed
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.retention import Retention, RetentionPolicy
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
@@ -37,7 +37,7 @@ class Direct:
 class Sweeper:
     """A retention whose clock and checkpoint the test sets."""
 
-    def __init__(self, store: PoolStore, readers: Readers) -> None:
+    def __init__(self, store: PoolStore, readers: ReaderThreads) -> None:
         self.writer = Direct(store)
         self.covered_step = 0
         self.now_unix_s = SETTLED_S

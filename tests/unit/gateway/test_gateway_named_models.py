@@ -13,7 +13,7 @@ from forge.runtime.settings import load
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ModelNotAllowed, UnknownModel
 from services.gateway.external.api import ExternalApi, with_name
-from services.gateway.model_table import Entry, ModelTable
+from services.gateway.model_table import ModelEntry, ModelTable
 from services.gateway.named_models import NamedModel, check_models
 
 HTTPS = "https://api.invalid/v1"
@@ -91,9 +91,9 @@ def claims(*models: str) -> Claims:
 def table(*policy_names: str) -> ModelTable:
     api = ExternalApi("big", NamedModel(kind="external", url=HTTPS))
     entries = [
-        Entry(name="old", aliases=("rival",), open=True, served=turns("m", other="old")),
-        Entry(name="judge", aliases=(), open=False, served=turns("j", other="judge")),
-        Entry(name="big", aliases=(), open=True, served=api),
+        ModelEntry(name="old", aliases=("rival",), open=True, served=turns("m", other="old")),
+        ModelEntry(name="judge", aliases=(), open=False, served=turns("j", other="judge")),
+        ModelEntry(name="big", aliases=(), open=True, served=api),
     ]
     return ModelTable(turns("tiny"), (*policy_names, "tiny"), entries)
 
@@ -141,7 +141,7 @@ def test_policy_must_not_have_the_name_of_a_table() -> None:
         ModelTable(
             turns("old"),
             ("policy", "old"),
-            [Entry(name="old", aliases=(), open=True, served=turns("m", other="old"))],
+            [ModelEntry(name="old", aliases=(), open=True, served=turns("m", other="old"))],
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.store import PoolStore
 from tests.support.pool.replicas import Node
 from tests.support.pool.sweeper import Sweeper
@@ -38,7 +38,7 @@ def store(open_store: Callable[..., PoolStore]) -> PoolStore:
 
 @pytest_asyncio.fixture
 async def sweeper(store: PoolStore) -> AsyncIterator[Sweeper]:
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     yield Sweeper(store, readers)
     await readers.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import openai
 
-from forge.agents.conversation import Conversation
+from forge.agents.conversation import RolloutConversation
 from forge.agents.environments.base import Episode, Message, Transcript
 from forge.agents.rollout import Rollout
 from forge.core.errors import InvalidArgument, Unavailable
@@ -31,7 +31,7 @@ class Attempt:
             message for message in episode.messages if message["role"] != "system"
         ]
         """The messages of user and assistant that the task begins with."""
-        self._conversation = Conversation(episode)
+        self._conversation = RolloutConversation(episode)
 
     @property
     def over(self) -> bool:

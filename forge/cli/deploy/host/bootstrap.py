@@ -10,7 +10,7 @@ from forge.cli.deploy.host.host import DEPLOYED, HostDirectory
 from forge.cli.deploy.render.host_files import ADMIN_PASSWORDS
 from forge.core.errors import FailedPrecondition
 from forge.runtime.coordination.etcd_users import apply_roles
-from forge.runtime.security.issued_tokens import Record, record_once
+from forge.runtime.security.issued_tokens import TokenRecord, record_once
 from forge.runtime.security.tls import Tls
 
 
@@ -33,7 +33,7 @@ async def bootstrap() -> list[str]:
     )
     async with at.open() as (coordinator, _):
         for one in manifest.tokens:
-            record = Record(
+            record = TokenRecord(
                 subject=one.subject,
                 scopes=one.scopes,
                 audience=one.audience,

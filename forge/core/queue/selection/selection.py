@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from forge.core.queue.admission import Admission, QueueSettings
+from forge.core.queue.admission import GenerationLimit, QueueSettings
 from forge.core.queue.group_counts import GroupCounts
 from forge.core.queue.groups import Group, Phase
 from forge.core.queue.window.window import Window
@@ -93,19 +93,19 @@ class FixedWindow(Selection):
         self.window_size = settings.window_size
 
     def admits(self, group: Group, window: Window, counts: GroupCounts) -> bool:
-        """Whether `Admission` lets the group start."""
+        """Whether `GenerationLimit` lets the group start."""
         n = self._settings.concurrency
         match self._settings.admission:
-            case Admission.RUNNING:
+            case GenerationLimit.RUNNING:
                 return True
-            case Admission.WINDOW:
+            case GenerationLimit.WINDOW:
                 # A group near the head starts although younger complete groups, which wait beyond
                 # the window for the head to move, fill N.
                 if group.spec.index < window.head + min(window.size, n):
                     return True
                 unfetched = counts.of(Phase.COMPLETE) - window.assigned
                 return counts.of(Phase.RUNNING) + unfetched < n
-            case Admission.AHEAD:
+            case GenerationLimit.AHEAD:
                 return group.place < window.head + (self._settings.ahead or n)
 
     def choose(self, window: Window, demand: Demand) -> list[Group]:

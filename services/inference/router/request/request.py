@@ -27,7 +27,7 @@ from services.inference import codec
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import Prompt
 from services.inference.router.fleet.needs import CannotContinue
-from services.inference.router.messages import Admission, Admit, Leave
+from services.inference.router.messages import Admit, Leave, QueuePlace
 from services.inference.router.metrics import STARTED_OVER
 from services.inference.router.request.answer import RoutedAnswer
 from services.inference.router.request.attempt import MOVES, SampleAttempt
@@ -93,7 +93,7 @@ class Run:
     def _response(self, tokens: SampledTokens) -> pb.SampleResponse:
         return pb.SampleResponse(tokens=tokens, engine=self._answer.engine)
 
-    async def _granted(self, admission: Admission) -> None:
+    async def _granted(self, admission: QueuePlace) -> None:
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(self._left_s()):

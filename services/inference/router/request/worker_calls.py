@@ -34,7 +34,7 @@ from services.inference.router.messages import (
     Placement,
     PlacePrefill,
     Prefilled,
-    Sampled,
+    TokensSampled,
 )
 from services.inference.router.request.answer import RoutedAnswer
 from services.inference.router.request.lost_workers import LostWorkers
@@ -243,7 +243,7 @@ class WorkerCalls:
 
     def _take(self, tokens: SampledTokens, worker: Worker) -> None:
         self.answer.take(tokens, worker.engine)
-        self._tell(Sampled(tokens=len(tokens.ids) // TOKEN_BYTES))
+        self._tell(TokensSampled(tokens=len(tokens.ids) // TOKEN_BYTES))
 
     def _left_s(self) -> float:
         return max(0.0, self.deadline_s - time.monotonic())
@@ -262,6 +262,6 @@ class WorkerCalls:
     async def _ask(self, message: PlacePrefill | PlaceDecode) -> Any:
         return await self.router.ask(message, timeout_s=_ASK_TIMEOUT_S)
 
-    def _tell(self, message: Prefilled | Decoded | Failed | Abandoned | Sampled) -> None:
+    def _tell(self, message: Prefilled | Decoded | Failed | Abandoned | TokensSampled) -> None:
         if self.router.alive:
             self.router.tell(message)

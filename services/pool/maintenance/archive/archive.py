@@ -47,7 +47,7 @@ Stored = tuple[str, bytes, bytes]
 """Table, key and value of a record as it lies on disk."""
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
+class SegmentGroup(msgspec.Struct, frozen=True, array_like=True):
     """One group of a segment."""
 
     task_id: str
@@ -65,7 +65,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         raise DataLoss(f"the archive lacks the record of group {self.task_id}")
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class SegmentEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The catalogue entry of a segment."""
 
     segment_id: str
@@ -97,13 +97,13 @@ class Archive:
         self._files = files
         self.folder = folder
 
-    def entries(self, *, past_damage: bool = False) -> list[Entry]:
+    def entries(self, *, past_damage: bool = False) -> list[SegmentEntry]:
         """The catalogue, oldest first. Raises `DataLoss` for a damaged entry, or skips it."""
         found = []
         for path in sorted(self._names(_ENTRY)):
             digest, _, content = self._files.cat_file(path).partition(b"\n")
             if digest == _digest(content).encode():
-                found.append(msgspec.json.decode(content, type=Entry))
+                found.append(msgspec.json.decode(content, type=SegmentEntry))
             elif not past_damage:
                 raise DataLoss(
                     f"catalogue entry {path} is damaged: delete it, and archive again if the shard "
@@ -111,7 +111,7 @@ class Archive:
                 )
         return sorted(found, key=lambda entry: (entry.archived_unix_s, entry.segment_id))
 
-    def groups(self, entry: Entry) -> Iterator[Group]:
+    def groups(self, entry: SegmentEntry) -> Iterator[SegmentGroup]:
         """The groups of a segment. Raises `DataLoss` if it is damaged or absent."""
         path = self._path(entry.segment_id, _SEGMENT)
         try:
@@ -123,13 +123,13 @@ class Archive:
         if _digest(packed) != entry.digest:
             raise DataLoss(f"segment {path} is damaged: its digest does not match")
         content: bytes = igzip.decompress(packed)  # type: ignore[no-untyped-call]
-        yield from msgspec.msgpack.decode(content, type=list[Group])
+        yield from msgspec.msgpack.decode(content, type=list[SegmentGroup])
 
-    def add(self, groups: Sequence[Group], *, archived_unix_s: float) -> Entry:
+    def add(self, groups: Sequence[SegmentGroup], *, archived_unix_s: float) -> SegmentEntry:
         """Writes a segment, reads it back, then writes its entry."""
         content = msgspec.msgpack.encode(list(groups))
         packed = igzip.compress(content, mtime=0)
-        entry = Entry(
+        entry = SegmentEntry(
             segment_id=blake2b(content, digest_size=_ID_BYTES).hexdigest(),
             digest=_digest(packed),
             size_bytes=len(packed),
@@ -170,7 +170,7 @@ class Archive:
         protocol: str | Sequence[str] = self._files.protocol
         return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: SegmentEntry) -> None:
         """Deletes a segment: first its entry."""
         for suffix in (_ENTRY, _SEGMENT):
             path = self._path(entry.segment_id, suffix)
@@ -236,7 +236,7 @@ def archive_settled(
         for task_id, digest in entry.groups.items()
     }
     result = Archived()
-    pending: list[Group] = []
+    pending: list[SegmentGroup] = []
     size_bytes = 0
     for found in settled_after(records, b""):
         if found.damaged:
@@ -275,7 +275,7 @@ def freeable(records: Records, url: str, *, settled_before_unix_s: float) -> dic
     archive = _archive_of(records, url)
     newest = {task_id: entry for entry in archive.entries() for task_id in entry.groups}
     found: dict[str, bytes] = {}
-    segments: dict[str, Entry] = {}
+    segments: dict[str, SegmentEntry] = {}
     for group in settled_after(records, b""):
         entry = newest.get(group.task_id)
         if group.damaged or entry is None or group.settled_unix_s >= settled_before_unix_s:
@@ -300,7 +300,7 @@ def _archive_of(records: Records, url: str) -> Archive:
     return Archive(files, f"{root}/{name}")
 
 
-def _flush(archive: Archive, pending: list[Group], result: Archived) -> None:
+def _flush(archive: Archive, pending: list[SegmentGroup], result: Archived) -> None:
     if pending:
         entry = archive.add(pending, archived_unix_s=time.time())
         result.segments += 1
@@ -308,7 +308,7 @@ def _flush(archive: Archive, pending: list[Group], result: Archived) -> None:
         pending.clear()
 
 
-def _group(records: Records, task_id: str, digest: bytes) -> Group | None:
+def _group(records: Records, task_id: str, digest: bytes) -> SegmentGroup | None:
     """A group with its records; None if one of them is damaged or missing."""
     units: list[Key] = [(Table.GROUPS, group_key(task_id))]
     units += [
@@ -321,7 +321,7 @@ def _group(records: Records, task_id: str, digest: bytes) -> Group | None:
     stored = [
         (table.value, key, value) for (table, key), value in (*page, *group_page(records, task_id))
     ]
-    return Group(task_id, digest, stored)
+    return SegmentGroup(task_id, digest, stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +356,7 @@ def erase_in_archives(url: str, request: pool_pb2.EraseTrajectoriesRequest) -> E
     return ErasedInArchive(groups=erased, segments=segments)
 
 
-def _is_wanted(group: Group, request: pool_pb2.EraseTrajectoriesRequest) -> bool:
+def _is_wanted(group: SegmentGroup, request: pool_pb2.EraseTrajectoriesRequest) -> bool:
     if request.task_ids:
         return group.task_id in request.task_ids
     task = group.record().task

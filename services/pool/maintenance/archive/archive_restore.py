@@ -8,7 +8,12 @@ from pathlib import Path
 from forge.core.errors import ConfigError, ForgeError
 from services.pool.data.commands import Command, ImportGroup, StageRecords
 from services.pool.data.moving import CONTENT
-from services.pool.maintenance.archive.archive import Archive, Entry, Group, archives_at
+from services.pool.maintenance.archive.archive import (
+    Archive,
+    SegmentEntry,
+    SegmentGroup,
+    archives_at,
+)
 from services.pool.maintenance.backup.backup import check, new_directory
 from services.pool.maintenance.integrity import Damage
 from services.pool.storage.environment.file_locks import LOCK
@@ -52,7 +57,9 @@ def restore_archive(
     return damage
 
 
-def _groups(archive: Archive, entries: list[Entry], newest: Mapping[str, Entry]) -> Iterator[Group]:
+def _groups(
+    archive: Archive, entries: list[SegmentEntry], newest: Mapping[str, SegmentEntry]
+) -> Iterator[SegmentGroup]:
     for entry in entries:
         if any(newest[task_id] is entry for task_id in entry.groups):
             for group in archive.groups(entry):
@@ -60,7 +67,7 @@ def _groups(archive: Archive, entries: list[Entry], newest: Mapping[str, Entry])
                     yield group
 
 
-def _commands(group: Group) -> Iterator[Command]:
+def _commands(group: SegmentGroup) -> Iterator[Command]:
     """Turns and rewards in pages, then the rest."""
     rest: list[tuple[Key, bytes]] = []
     page: list[tuple[Key, bytes]] = []

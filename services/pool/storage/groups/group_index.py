@@ -27,7 +27,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.pool.storage.groups.group_records import group_record, group_state, intact_state
 from services.pool.storage.groups.labels import label_keys, task_of_label_key
-from services.pool.storage.groups.settled_counts import Rollout, SettledCounts
+from services.pool.storage.groups.settled_counts import CountedRollout, SettledCounts
 from services.pool.storage.keys import (
     group_key,
     name_of_trajectory_key,
@@ -187,7 +187,7 @@ class SettledGroupRollouts:
 
     group: common_pb2.GroupRecord
     state: common_pb2.GroupRecord
-    rollouts: list[Rollout]
+    rollouts: list[CountedRollout]
 
 
 def before_late_seal(
@@ -227,11 +227,11 @@ def _store(records: Records, counts: SettledCounts) -> None:
         _recount(records)
 
 
-def counted_rollouts(records: Records, group: common_pb2.GroupRecord) -> list[Rollout]:
+def counted_rollouts(records: Records, group: common_pb2.GroupRecord) -> list[CountedRollout]:
     """For each rollout of a training group its first seal: the lowest attempt."""
     if group.task.purpose != common_pb2.PURPOSE_TRAIN:
         return []
-    found: dict[int, Rollout] = {}
+    found: dict[int, CountedRollout] = {}
     for key, value in records.scan_checksummed(
         Table.TRAJECTORIES, prefix=task_prefix(group.task.task_id)
     ):
@@ -243,7 +243,7 @@ def counted_rollouts(records: Records, group: common_pb2.GroupRecord) -> list[Ro
         except DataLoss:
             continue  # A scan passes it over, too.
         if header.state == common_pb2.TRAJECTORY_STATE_SEALED:
-            found[index] = Rollout(sealed_unix_s=header.sealed_unix_s, trajectory=key)
+            found[index] = CountedRollout(sealed_unix_s=header.sealed_unix_s, trajectory=key)
     return list(found.values())
 
 

@@ -30,7 +30,7 @@ _DIGEST_BYTES = 16
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Rollout(NamedTuple):
+class CountedRollout(NamedTuple):
     """A rollout that is counted."""
 
     sealed_unix_s: float
@@ -100,7 +100,7 @@ class SettledCounts:
         self,
         group: common_pb2.GroupRecord,
         state: common_pb2.GroupRecord,
-        rollouts: Sequence[Rollout],
+        rollouts: Sequence[CountedRollout],
     ) -> None:
         """Counts a group that is now settled in `state`."""
         come = self._come[group.task.domain]
@@ -116,7 +116,7 @@ class SettledCounts:
         self,
         group: common_pb2.GroupRecord,
         state: common_pb2.GroupRecord,
-        rollouts: Sequence[Rollout],
+        rollouts: Sequence[CountedRollout],
     ) -> None:
         """Uncounts a group that was settled in `state`."""
         self._gone[group.task.domain] |= {rollout.trajectory for rollout in rollouts}
@@ -126,7 +126,7 @@ class SettledCounts:
         self,
         group: common_pb2.GroupRecord,
         state: common_pb2.GroupRecord,
-        rollouts: Sequence[Rollout],
+        rollouts: Sequence[CountedRollout],
         sign: int,
     ) -> None:
         task = group.task

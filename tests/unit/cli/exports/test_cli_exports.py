@@ -22,7 +22,7 @@ from forge.cli.exports.chat_rows import (
 from forge.cli.exports.files import RowFormat, export_file
 from forge.cli.exports.token_rows import TokenRow, TokenRows, token_rows
 from forge.client.group_credit import turn_advantages
-from forge.client.stored.conversations import Conversation, conversations
+from forge.client.stored.conversations import StoredConversation, conversations
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import float32_array, float32_bytes, int32_array
@@ -257,13 +257,13 @@ def test_advantage_is_the_reward_above_the_mean_of_the_group() -> None:
     assert turn_advantages([*group, abandoned]) == {"a:0:0": [0.5], "a:1:0": [-0.5, -0.5]}
 
 
-def talk(*texts: str, calls: Sequence[dict[str, Any]] = ()) -> Conversation:
+def talk(*texts: str, calls: Sequence[dict[str, Any]] = ()) -> StoredConversation:
     """A conversation of user and policy in turn."""
     messages = [
         Message(role="assistant" if at % 2 else "user", content=text)
         for at, text in enumerate(texts)
     ]
-    return Conversation(
+    return StoredConversation(
         turn_index=0,
         messages=tuple(messages),
         answers=frozenset(range(1, len(texts), 2)),

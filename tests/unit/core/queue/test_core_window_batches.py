@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import FailedPrecondition, NotFound
-from forge.core.queue.admission import Admission, Mode, QueueSettings
+from forge.core.queue.admission import GenerationLimit, Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, StoredAttempt
 from forge.core.trajectory import TaskId
@@ -18,7 +18,7 @@ def make_queue(domains: str, *, term: int = 0, **settings: Any) -> GenerationQue
     defaults: dict[str, Any] = {
         "concurrency": 64,
         "window": 4,
-        "admission": Admission.RUNNING,
+        "admission": GenerationLimit.RUNNING,
         "short_batch_after_s": 5.0,
     }
     queue = GenerationQueue(QueueSettings(**(defaults | settings)), term=term)
@@ -149,7 +149,7 @@ def test_fifo_batch_larger_than_the_window_is_short() -> None:
 def test_batch_larger_than_admission_is_short() -> None:
     """With N below W, no batch waits for groups that may not start."""
     queue = make_queue(
-        "aaaaaa", mode=Mode.FIFO, batch_groups=6, concurrency=2, admission=Admission.WINDOW
+        "aaaaaa", mode=Mode.FIFO, batch_groups=6, concurrency=2, admission=GenerationLimit.WINDOW
     )
     complete(queue, "a0", "a1")
     assert take(queue, 4) == ("a0", "a1")

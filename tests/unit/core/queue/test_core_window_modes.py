@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.core.queue.activity import Activity
-from forge.core.queue.admission import Admission, Mode, QueueSettings
+from forge.core.queue.admission import GenerationLimit, Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Group, GroupSpec, Phase
 from forge.core.queue.selection.adaptive import Adaptive
@@ -20,7 +20,7 @@ def make_queue(domains: str, **settings: Any) -> GenerationQueue:
     """One queued group per letter, of the domain the letter names: task `<letter><index>`."""
     defaults: dict[str, Any] = {
         "concurrency": 64,
-        "admission": Admission.RUNNING,
+        "admission": GenerationLimit.RUNNING,
         "short_batch_after_s": 5.0,
     }
     queue = GenerationQueue(QueueSettings(**(defaults | settings)))
@@ -246,7 +246,7 @@ def test_adaptive_window_follows_the_size_of_the_last_batch() -> None:
 def test_batch_does_not_wait_for_groups_behind_evaluations() -> None:
     """A group that may not start does not complete: the batch is short."""
     queue = make_queue(
-        "aaaa", mode=Mode.FIFO, batch_groups=4, concurrency=3, admission=Admission.WINDOW
+        "aaaa", mode=Mode.FIFO, batch_groups=4, concurrency=3, admission=GenerationLimit.WINDOW
     )
     complete(queue, *lease(queue))
     spec = GroupSpec(task_id=TaskId("e"), index=0, domain="a", shard="s0", size=1, evaluation=True)
@@ -258,7 +258,7 @@ def test_batch_does_not_wait_for_groups_behind_evaluations() -> None:
 @pytest.mark.parametrize("held", [{"concurrency": 2}, {"domain_limits": {"a": 2}}])
 def test_batch_waits_while_evaluations_have_all_places(held: dict[str, Any]) -> None:
     """They end, and then the batch can be filled."""
-    queue = make_queue("aaaa", window=4, admission=Admission.RUNNING, **held)
+    queue = make_queue("aaaa", window=4, admission=GenerationLimit.RUNNING, **held)
     complete(queue, *lease(queue))
     for index in range(2):
         spec = GroupSpec(
@@ -295,7 +295,7 @@ def make_outage(**settings: Any) -> GenerationQueue:
 )
 def test_head_starts_although_groups_overtook_it_in_an_outage(settings: dict[str, Any]) -> None:
     """Complete groups beyond the window wait for the head, so the head must not wait for them."""
-    queue = make_outage(concurrency=4, admission=Admission.WINDOW, **settings)
+    queue = make_outage(concurrency=4, admission=GenerationLimit.WINDOW, **settings)
     ahead = lease(queue)
     assert "a8" in ahead
     complete(queue, *ahead)
@@ -338,7 +338,9 @@ def test_priority_is_the_number_of_groups_that_a_group_passes() -> None:
 
 def test_priority_passes_at_most_one_window_of_groups() -> None:
     """For any priorities, every group starts in the end, and the head's batch fills."""
-    queue = make_priorities(0, *[10_000] * 9, window=3, concurrency=4, admission=Admission.WINDOW)
+    queue = make_priorities(
+        0, *[10_000] * 9, window=3, concurrency=4, admission=GenerationLimit.WINDOW
+    )
     assert lease(queue, 2) == ["a1", "a2"]
     complete(queue, "a1", "a2")
     assert take(queue, 2) == ("a1", "a2"), "what started before the head is inside the window"
@@ -349,7 +351,7 @@ def test_priority_passes_at_most_one_window_of_groups() -> None:
 def test_priority_does_not_starve_the_head_of_a_fifo() -> None:
     """A batch begins with the head, so the head must start."""
     queue = make_priorities(
-        0, 1, 2, mode=Mode.FIFO, batch_groups=3, concurrency=2, admission=Admission.WINDOW
+        0, 1, 2, mode=Mode.FIFO, batch_groups=3, concurrency=2, admission=GenerationLimit.WINDOW
     )
     assert lease(queue) == ["a1", "a0"]
     complete(queue, "a0", "a1")

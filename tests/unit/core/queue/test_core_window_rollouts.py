@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import InvalidArgument, NotFound
-from forge.core.queue.admission import Admission, PartialGroups, QueueSettings
+from forge.core.queue.admission import GenerationLimit, PartialGroups, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, StoredAttempt
 from forge.core.trajectory import TaskId
@@ -57,7 +57,7 @@ def test_rollouts_are_leased_in_queue_and_rollout_order() -> None:
 
 def test_at_most_n_groups_run() -> None:
     """The group after the N-th starts only when one of them has ended."""
-    queue = make_queue(concurrency=2, admission=Admission.RUNNING)
+    queue = make_queue(concurrency=2, admission=GenerationLimit.RUNNING)
     add(queue, *(make_group(name, index) for index, name in enumerate("abc")))
     assert lease(queue) == ["a:0:0", "b:0:0"]
     assert lease(queue) == []
@@ -67,7 +67,7 @@ def test_at_most_n_groups_run() -> None:
 
 def test_window_admission_counts_untaken_groups() -> None:
     """Complete groups hold generation back until a batch takes them."""
-    queue = make_queue(concurrency=2, admission=Admission.WINDOW)
+    queue = make_queue(concurrency=2, admission=GenerationLimit.WINDOW)
     add(queue, *(make_group(name, index) for index, name in enumerate("abc")))
     for trajectory_id in lease(queue):
         queue.rollouts.complete(trajectory_id)
@@ -78,7 +78,7 @@ def test_window_admission_counts_untaken_groups() -> None:
 
 def test_ahead_admission_is_bounded_by_the_head() -> None:
     """Only groups less than M positions from the head start."""
-    queue = make_queue(concurrency=4, admission=Admission.AHEAD, ahead=2)
+    queue = make_queue(concurrency=4, admission=GenerationLimit.AHEAD, ahead=2)
     add(queue, *(make_group(name, index) for index, name in enumerate("abcd")))
     assert lease(queue) == ["a:0:0", "b:0:0"]
     queue.rollouts.complete("b:0:0")

@@ -18,7 +18,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from forge.core.errors import InvalidArgument
 from forge.core.queue.activity import Activity
-from forge.core.queue.admission import Admission, Mode, PartialGroups, QueueSettings
+from forge.core.queue.admission import GenerationLimit, Mode, PartialGroups, QueueSettings
 from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase
@@ -40,7 +40,7 @@ class GenerationQueueMachine(QueueTrainers):
     @initialize(
         concurrency=st.integers(1, 4),
         window=st.integers(1, 6),
-        admission=st.sampled_from(Admission),
+        admission=st.sampled_from(GenerationLimit),
         ahead=st.integers(0, 5),
         shares=st.sampled_from([{}, {"code": 1.0, "qa": 1.0}, {"code": 3.0, "general": 1.0}]),
         mode=st.sampled_from([*Mode, Mode.WINDOWED, Mode.ADAPTIVE]),
@@ -53,7 +53,7 @@ class GenerationQueueMachine(QueueTrainers):
         self,
         concurrency: int,
         window: int,
-        admission: Admission,
+        admission: GenerationLimit,
         ahead: int,
         shares: dict[str, float],
         mode: Mode,

@@ -17,7 +17,7 @@ from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from forge.core.token_columns import int32_bytes
 from services.gateway.conversation.conversation import Conversation
-from services.gateway.conversation.prompt import Draft
+from services.gateway.conversation.prompt import PromptDraft
 from tests.support.gateway.chat_templates import FAMILIES
 from tests.support.gateway.conversations import TOOLS, Session
 from tests.support.gateway.wild_agents import WildAgent
@@ -102,7 +102,9 @@ def test_another_gateway_continues_a_conversation_unchanged(
     session.check_record()
 
 
-def drafted(conversation: Conversation, session: Session, request: list[Message]) -> Draft | None:
+def drafted(
+    conversation: Conversation, session: Session, request: list[Message]
+) -> PromptDraft | None:
     """A prompt for the request; None if the template refuses it."""
     try:
         return conversation.draft(request, session.tools)

@@ -17,7 +17,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
 from services.pool.actors.writer import COMMIT_BYTES, Writer
 from services.pool.data.commands import AppendTurns, PutGroups
-from services.pool.readers import MAX_PENDING_READS, Readers
+from services.pool.readers import MAX_PENDING_READS, ReaderThreads
 from services.pool.store import PoolStore
 from services.pool.streams.append import BATCH_TURNS, WINDOW_BYTES, AppendStream
 from tests.support.pool.records import make_group, make_turn
@@ -174,7 +174,7 @@ async def test_each_turn_of_a_lost_commit_gets_a_retryable_error():
 
 async def test_waiting_reads_are_bounded():
     """Beyond the limit a read is refused at once with a hint to retry; earlier reads finish."""
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     gate = asyncio.Event()
     loop = asyncio.get_running_loop()
 

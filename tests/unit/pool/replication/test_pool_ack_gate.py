@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from forge.core.errors import Conflict, DeadlineExceeded, Unavailable
-from services.pool.replication.ack_gate import Gate
+from services.pool.replication.ack_gate import AckGate
 from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica
 from tests.support.pool.replicas import SHARD
 from tests.support.runtime.waiting import settle
 
 
 @pytest.fixture
-def gate() -> Gate:
-    return Gate("s0", position=5, leads=lambda: True)
+def gate() -> AckGate:
+    return AckGate("s0", position=5, leads=lambda: True)
 
 
 async def test_writes_are_refused_before_a_follower_joins(gate):
@@ -73,7 +73,7 @@ async def test_answers_that_wait_for_a_lost_follower_fail(gate):
 
 async def test_deposed_leader_acknowledges_no_write():
     """After the end of its lease, not even alone."""
-    gate = Gate("s0", position=5, leads=lambda: False)
+    gate = AckGate("s0", position=5, leads=lambda: False)
     gate.go_alone()
     with pytest.raises(Unavailable, match="is no longer the leader"):
         gate.admit()
@@ -88,7 +88,7 @@ async def test_deposed_leader_acknowledges_no_write():
 class Held(Replica):
     """Stands in for a Replica that leads, and for its writer."""
 
-    gate: Gate = field(default_factory=lambda: Gate(SHARD, position=5, leads=lambda: True))
+    gate: AckGate = field(default_factory=lambda: AckGate(SHARD, position=5, leads=lambda: True))
     outcome: Any = "answer"
 
     @property

@@ -14,7 +14,7 @@ from forge.runtime.coordination import Instance
 from forge.runtime.rpc.chunks import split
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import replica_pb2 as pb
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.replication.follower import Following
 from tests.support.pool.replicas import LINEAGE, SHARD, Node
 from tests.support.pool.store import commit
@@ -80,7 +80,7 @@ async def own_address() -> str:
 
 async def followed(replica: Node, writer: FullDisk, leader: LeaderStub) -> None:
     """The leader's stub, until something of it is stored."""
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     following = Following(
         replica.store, writer, readers, leader, instance_id="b", own_address=own_address
     )

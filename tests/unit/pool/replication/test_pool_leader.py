@@ -20,7 +20,7 @@ from forge.core.errors import (
 )
 from forge.runtime.coordination import Coordinator, Leadership, Versioned
 from services.pool.config import PoolConfig, ReplicationSettings
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.replication.election import serve_alone
 from services.pool.replication.leader import Leader
 from services.pool.replication.replica_set import ReplicaSet
@@ -117,7 +117,7 @@ async def make_shard(
 ) -> AsyncIterator[Callable[[int], Shard]]:
     """Makes a shard with this `min_copies`; its leader has not begun."""
     monkeypatch.setattr("services.pool.replication.leader.RETRY_S", 0.001)
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     made: list[Shard] = []
 
     def make(min_copies: int) -> Shard:

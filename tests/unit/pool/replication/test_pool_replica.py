@@ -14,7 +14,7 @@ import pytest
 from forge.core.errors import StaleFence
 from forge.v1 import replica_pb2 as pb
 from services.pool.config import PoolConfig
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.replication.follower import Following
 from services.pool.replication.replica import Replica
 from services.pool.store import PoolStore
@@ -103,7 +103,7 @@ async def wait(self: Following) -> None:
 async def live(node: Node, etcd: Etcd) -> None:
     """A replica, until its process is to end."""
     process: Any = Process(etcd)
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     replica = Replica(process, node.store, Writer(node.store), readers, on_lead=no_work)
     await replica.start()
     async with asyncio.timeout(60):
@@ -156,7 +156,7 @@ async def test_elected_replica_that_stops_resigns_at_once(
     one.lead()
     etcd = Etcd(in_sync=one.state().replica_id)
     process: Any = Process(etcd)
-    readers, writer = Readers(1), BusyWriter()
+    readers, writer = ReaderThreads(1), BusyWriter()
     replica = Replica(process, one.store, writer, readers, on_lead=no_work)
     await replica.start()
     async with asyncio.timeout(60):

@@ -14,7 +14,7 @@ import pytest
 from forge.core.errors import DataLoss, FailedPrecondition, Unavailable
 from forge.v1 import common_pb2
 from forge.v1 import replica_pb2 as pb
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.replication import follower_link
 from services.pool.replication.replica_set import ReplicaSet, may_lead
 from services.pool.storage import journal
@@ -306,7 +306,7 @@ async def test_silent_follower_is_disconnected(node):
     a.lead()
     link = follower_link.Link(
         a.store,
-        Readers(1),
+        ReaderThreads(1),
         b.follower_state(),
         lineage=LINEAGE,
         term=a.term,

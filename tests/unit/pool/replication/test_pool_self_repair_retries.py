@@ -12,7 +12,7 @@ import pytest_asyncio
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.trajectory import parse_trajectory_id
 from services.pool.data.repair.index_mending import MENDED
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.replication import self_repair
 from services.pool.replication.self_repair import SelfRepair
 from services.pool.storage.keys import trajectory_key, turn_key
@@ -61,7 +61,7 @@ async def damaged(node: Callable[[str], Node]) -> AsyncIterator[tuple[SelfRepair
     unit = (Table.TRAJECTORIES, KEY[:-4])
     other = Other(leader.store.read(partial(copied_records, units=[unit])))
     leader.store.write(lambda records: records.put_checksummed(Table.TURNS, KEY, b"flipped"))
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     yield SelfRepair(leader.store, Writer(leader.store), readers, other.fetch, leads=True), other
     await readers.close()
 
@@ -123,7 +123,7 @@ async def test_leader_mends_indexes_in_its_pass(node: Callable[[str], Node]) -> 
     leader.store.write(flip)
     assert len(damage_of(leader.store)) >= 4
     other = Other(CopiedRecords(values={}, position=0))
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     repair = SelfRepair(leader.store, Writer(leader.store), readers, other.fetch, leads=True)
     await repair.mend_indexes()
     await readers.close()

@@ -7,7 +7,7 @@ from typing import Any
 from forge.v1 import common_pb2, pool_pb2, replica_pb2
 from services.pool.data.commands import EraseTasks, FreeGroups
 from services.pool.data.reads.group_scan import ErasedScan
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.storage.records import checksummed_value
 from services.pool.storage.tables import Table
@@ -114,7 +114,7 @@ def test_changes_of_a_follower_are_recorded(node):
 
 
 async def scan(store: PoolStore, **request: Any) -> list[pool_pb2.ScanGroupsResponse]:
-    readers = Readers(1)
+    readers = ReaderThreads(1)
     servicer = make_servicer(store, readers=readers)
     try:
         asked = pool_pb2.ScanGroupsRequest(**request)

@@ -8,7 +8,7 @@ import pytest
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from forge.v1 import pool_pb2
-from services.pool.readers import Readers
+from services.pool.readers import ReaderThreads
 from services.pool.streams import tail
 from services.pool.streams.tail import Tails
 from tests.support.pool.records import make_reward, make_turn
@@ -45,7 +45,7 @@ class Reader:
 
 @pytest.fixture
 async def tails(store):
-    readers = Readers(2)
+    readers = ReaderThreads(2)
     made = Tails(store, readers, stall_s=0.05)
     yield made
     await readers.close()

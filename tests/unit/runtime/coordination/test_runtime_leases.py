@@ -19,7 +19,7 @@ from forge.runtime.coordination.directory import (
 )
 from forge.runtime.coordination.etcd import Etcd
 from forge.runtime.coordination.leader_election import Leadership
-from forge.runtime.coordination.leases import Lease
+from forge.runtime.coordination.leases import EtcdLease
 from tests.support.runtime.unused import unused
 
 
@@ -64,8 +64,8 @@ class FakeStore:
         self.gone = True
 
 
-async def granted(store: FakeStore, ttl_s: float = 5.0) -> Lease:
-    return await Lease.grant(store, ttl_s=ttl_s, timeout_s=1, clock=store.clock)
+async def granted(store: FakeStore, ttl_s: float = 5.0) -> EtcdLease:
+    return await EtcdLease.grant(store, ttl_s=ttl_s, timeout_s=1, clock=store.clock)
 
 
 async def test_lease_ends_locally_before_it_ends_in_etcd() -> None:

@@ -32,7 +32,7 @@ from services.gateway.http.openai.responses.history import items_of
 from services.gateway.http.openai.responses.items import response_key
 from services.gateway.http.openai.responses.relay import relay_response
 from services.gateway.http.openai.responses.schema import ResponsesRequest
-from services.gateway.http.openai.responses.turn import Draft, draft_of, failure_events
+from services.gateway.http.openai.responses.turn import CheckedRequest, draft_of, failure_events
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.http.request_fields.request_body import without_lone_surrogates
 from services.gateway.metrics import REQUESTS
@@ -175,7 +175,7 @@ class ResponsesSocket:
         return warm.known
 
     async def _warm_up(
-        self, claims: Claims, asked: ClientEvent, draft: Draft, known: frozenset[str]
+        self, claims: Claims, asked: ClientEvent, draft: CheckedRequest, known: frozenset[str]
     ) -> None:
         given = bytes(asked.input)
         if _inner(given):
@@ -190,7 +190,7 @@ class ResponsesSocket:
         previous = asked.previous_response_id
         self._warm = _Warm(previous_response_id=previous, input=given, known=known)
 
-    async def _generate(self, claims: Claims, draft: Draft, known: frozenset[str]) -> bool:
+    async def _generate(self, claims: Claims, draft: CheckedRequest, known: frozenset[str]) -> bool:
         """Sends the events of a response; returns False if it failed."""
         events, begun, ok = Events(draft.head, one_end=True), False, True
         async with self._edge.sessions.use_session(claims) as session:

@@ -41,7 +41,7 @@ from services.gateway.turns.types import Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class CheckedRequest:
     """A request that was checked; its conversation is still to be read."""
 
     asked: ResponsesRequest
@@ -72,7 +72,7 @@ async def draft_of(
     headers: dict[str, str],
     *,
     names_all: bool = False,
-) -> Draft:
+) -> CheckedRequest:
     """Checks a request. `headers`: those of its response so far. `names_all`: also a response that
     is not stored gets a name. Raises `UnknownModel`, `ModelNotAllowed`, `InvalidArgument`."""
     turns = edge.models.turns(claims, asked.model)
@@ -86,7 +86,7 @@ async def draft_of(
     )
     grammar = await responses_schema.answer_grammar_of(asked)
     turn.sampling.MergeFrom(common_pb2.SamplingParams(grammar=grammar))
-    return Draft(asked=asked, turns=turns, head=head, turn=turn)
+    return CheckedRequest(asked=asked, turns=turns, head=head, turn=turn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

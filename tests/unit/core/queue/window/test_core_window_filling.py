@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.core.errors import NotFound
-from forge.core.queue.admission import Admission, Mode
+from forge.core.queue.admission import GenerationLimit, Mode
 from forge.core.queue.groups import Phase
 from tests.support.core.filling import LATE_S, add, complete, make_queue, take, taken
 
@@ -183,7 +183,7 @@ def test_other_domains_fill_a_batch_until_the_short_domain_is_in_the_window() ->
 
 def test_assigned_groups_do_not_hold_back_generation() -> None:
     """Under `window` admission, groups of the trainer are not ahead of it."""
-    queue = make_queue("", window=1, concurrency=2, admission=Admission.WINDOW)
+    queue = make_queue("", window=1, concurrency=2, admission=GenerationLimit.WINDOW)
     for index in range(6):
         add(queue, f"a{index}", index)
     assert len(queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)) == 2
@@ -196,7 +196,7 @@ def test_assigned_groups_do_not_hold_back_generation() -> None:
 
 def test_batch_waits_for_a_group_that_its_assignments_admit() -> None:
     """No batch is short because nothing could start before its groups were assigned."""
-    queue = make_queue("", window=6, concurrency=2, admission=Admission.WINDOW)
+    queue = make_queue("", window=6, concurrency=2, admission=GenerationLimit.WINDOW)
     for index in range(6):
         add(queue, f"a{index}", index)
     queue.rollouts.lease(runner_id="r", max_rollouts=9, now_s=0.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.queue.admission import Admission
+from forge.core.queue.admission import GenerationLimit
 from tests.support.core.filling import LATE_S, add, complete, make_queue, take
 
 
@@ -56,7 +56,7 @@ def test_no_batch_is_short_before_the_end_of_the_queue(
     concurrency: int, window: int, size: int
 ) -> None:
     """Not with heavy tails either: a slow head delays a batch, and makes none smaller."""
-    queue = make_queue("", concurrency=concurrency, window=window, admission=Admission.WINDOW)
+    queue = make_queue("", concurrency=concurrency, window=window, admission=GenerationLimit.WINDOW)
     for index in range(600):
         add(queue, f"a{index}", index)
     random, running, now_s = Random(0), [(0.0, "")], 0.0

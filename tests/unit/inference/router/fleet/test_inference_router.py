@@ -21,7 +21,7 @@ from services.inference.router.messages import (
     PlacePrefill,
     Prefilled,
     Report,
-    Sampled,
+    TokensSampled,
 )
 from tests.support.inference.router import DECODE, OTHER, PROMPT, announced, harness, ids
 
@@ -198,9 +198,9 @@ async def test_router_report_counts_versions_load_and_tokens() -> None:
         Prefilled(placement=placement, ids=PROMPT, cached_tokens=32, prefill_s=0.01)
     )
     await router.actor.receive(PlaceDecode(ids=PROMPT))
-    await router.actor.receive(Sampled(tokens=50))
+    await router.actor.receive(TokensSampled(tokens=50))
     router.clock.now_s += 5
-    await router.actor.receive(Sampled(tokens=50))
+    await router.actor.receive(TokensSampled(tokens=50))
     report = await router.actor.receive(Report())
     assert report.weight_version == 2
     assert report.sampled_tokens == 100

@@ -181,7 +181,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
     yield at
 
 
-def groups_at(url: str) -> list[archive.Group]:
+def groups_at(url: str) -> list[archive.SegmentGroup]:
     """The groups of every catalogued segment."""
     (one,) = archives_at(url)
     groups = [group for entry in one.entries() for group in one.groups(entry)]
