@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from transformers import PretrainedConfig, PreTrainedModel
+
 from forge.core.errors import ForgeError
 from services.inference.engines import tensor_bytes
 from services.inference.engines.base import KvSpan, Piece, Prompt
@@ -25,8 +27,12 @@ from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.roles.role_engine import EngineParts
 from services.inference.engines.embedded.roles.wiring import build_policy
 from services.inference.engines.provider import EngineOptions
-from tests.contract import engines
+from tests.contract import engines, recurrent_models
 from tests.contract.engines import Answer, make_prompt
+
+
+def _configs() -> dict[str, PretrainedConfig]:
+    return {**engines.CONFIGS, "qwen3_moe": engines.ROUTED, **recurrent_models.RECURRENT}
 
 
 class _AtOnce:
@@ -39,8 +45,11 @@ class _AtOnce:
 class BothByHand:
     """An actor of the role both without a thread, with random weights of seed 0 as version 1."""
 
-    def __init__(self, folder: Path, family: str = "qwen3", **options: Any) -> None:
-        engines.CONFIGS[family].save_pretrained(folder)
+    def __init__(
+        self, folder: Path, family: str = "qwen3", *, drafts: bool = False, **options: Any
+    ) -> None:
+        """`drafts`: its weights have draft heads. `options`: those of `EngineOptions`."""
+        _configs()[family].save_pretrained(folder)
         chosen = EngineOptions(
             model_path=str(folder),
             dtype="float32",
@@ -54,6 +63,9 @@ class BothByHand:
         self.actor.loop = cast(asyncio.AbstractEventLoop, _AtOnce())
         self.actor.started()
         self.family = family
+        self._drafts = drafts
+        self.failures: dict[str, ForgeError] = {}
+        """The errors of requests."""
         self.held: dict[str, HeldPrompt] = {}
         """The prompts that were read, by request."""
         self.outcomes: list[ForgeError | None] = []
@@ -62,12 +74,22 @@ class BothByHand:
 
     def swap(self, version: int, *, seed: int = 0, broken: bool = False) -> None:
         """Sends other weights; broken ones give no numbers."""
-        model = engines.reference(self.family, seed=seed)
+        model = self.reference(seed=seed)
         if broken:
             model.model.norm.weight.data.fill_(3e38)
         tensors = engines.published(model)
+        if self._drafts:
+            tensors = engines.with_heads(tensors)
         staged = self.policy.stage(tensors, version=version)
         self._send(Swap(weights=staged, deliver=self.outcomes.append))
+
+    def reference(self, *, seed: int = 0) -> PreTrainedModel:
+        """The model as transformers runs it."""
+        if self.family in recurrent_models.RECURRENT:
+            return recurrent_models.reference(self.family, seed=seed)
+        if self._drafts:
+            return engines.draftable(seed=seed)
+        return engines.reference(self.family, seed=seed)
 
     def read(self, *prompts: list[int], most: int = 16) -> list[Prompt]:
         """Lets prompts join; greedy answers of `most` tokens."""
@@ -100,7 +122,8 @@ class BothByHand:
 
         def deliver(piece: Piece | ForgeError) -> None:
             if isinstance(piece, ForgeError):
-                raise piece
+                self.failures[prompt.request_id] = piece
+                return
             answer.add(piece.tokens)
             answer.finish = piece.finish
 
@@ -132,7 +155,8 @@ class BothByHand:
     def _note(self, prompt: Prompt) -> Callable[[HeldPrompt | ForgeError], None]:
         def deliver(outcome: HeldPrompt | ForgeError) -> None:
             if isinstance(outcome, ForgeError):
-                raise outcome
+                self.failures[prompt.request_id] = outcome
+                return
             self.held[prompt.request_id] = outcome
 
         return deliver

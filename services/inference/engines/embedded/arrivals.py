@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from services.inference.engines.base import KvSpan
+from services.inference.engines.embedded.memory_shortage import attempt, refusal
 from services.inference.engines.embedded.messages import HeldPrompt
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.tensor_bytes import from_bytes
@@ -16,8 +19,16 @@ class Arrivals:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
-    def keys_and_values(self, span: KvSpan) -> torch.Tensor:
-        """[layers, 2, heads, tokens, head_size], of the tokens of the span."""
+    def keys_and_values(self, span: KvSpan, request_id: str) -> torch.Tensor:
+        """[layers, 2, heads, tokens, head_size], of the tokens of the span. Raises
+        ResourceExhausted without memory for them."""
+        tried = attempt(partial(self._on_device, span), self._policy.device)
+        if tried.result is None:
+            size = f"a hand-off of {span.tokens} tokens"
+            raise refusal("decode", request_id, size=size, shortage=tried.shortage)
+        return tried.result
+
+    def _on_device(self, span: KvSpan) -> torch.Tensor:
         if isinstance(span.kept, HeldPrompt):
             own = span.kept.kv[:, :, :, span.from_token :]
             # A view would keep the memory of the whole prompt.

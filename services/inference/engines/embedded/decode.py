@@ -14,8 +14,8 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,17 +27,18 @@ from services.inference.engines.base import BrokenWeights, Piece, Prompt
 from services.inference.engines.embedded.arrivals import Arrivals
 from services.inference.engines.embedded.decode_step import DecodeStep, Outcome
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
-from services.inference.engines.embedded.messages import Abort, Deliver, Join, Reserve, Swap
+from services.inference.engines.embedded.memory_shortage import attempt
+from services.inference.engines.embedded.messages import Abort, Join, Reserve, Swap
 from services.inference.engines.embedded.model.probe import adopt
+from services.inference.engines.embedded.outbox import Outbox
 from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
+from services.inference.engines.embedded.split_step import SplitStep
 from services.inference.engines.embedded.stored_kv import StoredKv
 
 WAITING_SHARE = 1 / 8
 """Memory of prompts that wait for a row, as a share of the memory of running ones; on top of it."""
 _MIXED = -1
 """Version of keys and values computed by several weights, or with NaN; never cached."""
-_REREAD_AFTER_S = 0.01
-"""Pause of the router before it places a request that a swap sent back."""
 _LOOKAHEAD_TOKENS = 512
 """A new sequence gets a row for at most this many further tokens; a longer one moves."""
 
@@ -58,6 +59,7 @@ class DecodeActor(ThreadActor):
     ) -> None:
         """`recompute`: a swap ends the answers whose keys and values are of other weights."""
         self._step = step
+        self._split_step = SplitStep(step)
         self._policy = step.policy
         self._arrivals = Arrivals(step.policy)
         self._running = step.running
@@ -73,7 +75,7 @@ class DecodeActor(ThreadActor):
         self._recompute = recompute
         self._epoch = 0
         """Number of swaps: each empties the cache, whatever the versions are."""
-        self._outbox: list[tuple[Deliver, Piece | ForgeError]] = []
+        self._outbox = Outbox()
 
     def started(self) -> None:
         """Set the threads of torch."""
@@ -114,24 +116,19 @@ class DecodeActor(ThreadActor):
         version = self._policy.version
         for sequence in [one for one in self._running if one.version != version]:
             self._leave(sequence)
-            self._send_back(sequence)
+            self._outbox.read_again(sequence, f"by weights {version}")
         for sequence in [one for one in self._waiting if one.version != version]:
             self._waiting.remove(sequence)
             self._unpin(sequence)
-            self._send_back(sequence)
-        self._deliver()
-
-    def _send_back(self, sequence: DecodeSequence) -> None:
-        reread = f"request {sequence.prompt.request_id} is read again by weights"
-        error = ResourceExhausted(f"{reread} {self._policy.version}", retry_after_s=_REREAD_AFTER_S)
-        self._send_error(sequence, error)
+            self._outbox.read_again(sequence, f"by weights {version}")
+        self._outbox.deliver(self.loop)
 
     def work(self) -> bool:
         """Run one decode step; False when no request is left."""
         self._admit()
         if len(self._running):
             self._run_step()
-        self._deliver()
+        self._outbox.deliver(self.loop)
         return bool(len(self._running) or self._waiting)
 
     def _reserve(self, prompt: Prompt, *, limit_tokens: int | None) -> int:
@@ -200,7 +197,7 @@ class DecodeActor(ThreadActor):
         assert match.tokens + join.span.tokens == join.prompt.tokens
         arrived = Arrived(
             cached=match,
-            fetched=self._arrivals.keys_and_values(join.span),
+            fetched=self._arrivals.keys_and_values(join.span, join.prompt.request_id),
             pinned=True,
             recurrent=self._arrivals.recurrent(join.span),
         )
@@ -246,7 +243,7 @@ class DecodeActor(ThreadActor):
                     return
                 sequence = self._waiting[0]
                 self._unpin(sequence)
-                self._refuse(
+                self._outbox.refuse(
                     sequence, f"needs more room than all of {self._running.capacity_bytes} bytes"
                 )
             self._waiting.popleft()
@@ -261,7 +258,15 @@ class DecodeActor(ThreadActor):
             if self._prefixes is not None:
                 self._prefixes.leave(sequence)
             return False
-        self._fill(sequence)
+        if attempt(partial(self._fill, sequence), self._policy.device).shortage:
+            self._running.remove(sequence)
+            if self._prefixes is not None:
+                self._prefixes.leave(sequence)
+            return False
+        if self._states is not None:
+            assert sequence.arrived is not None and sequence.arrived.recurrent is not None
+            self._states.add(sequence, sequence.arrived.recurrent)
+        self._drop_arrived(sequence)
         sequence.began_s = sequence.sent_s = time.monotonic()
         return True
 
@@ -275,17 +280,13 @@ class DecodeActor(ThreadActor):
         own = slice(first - sequence.base, sequence.tokens)
         for layer, new in zip(kv, fetched, strict=True):
             layer[:, :, own] = new[:, :, first - cached.tokens :]
-        if self._states is not None:
-            assert sequence.arrived.recurrent is not None
-            self._states.add(sequence, sequence.arrived.recurrent)
-        self._drop_arrived(sequence)
 
     @torch.inference_mode()
     def _run_step(self) -> None:
         self._make_room()
         if not len(self._running):
             return
-        outcomes = self._step.run()
+        outcomes = self._split_step.run()
         now_s = time.monotonic()
         for sequence, outcome in outcomes:
             self._advance(sequence, outcome, now_s)
@@ -301,7 +302,7 @@ class DecodeActor(ThreadActor):
             while not self._running.promote(sequence):
                 youngest = by_age.pop()
                 self._leave(youngest)
-                self._refuse(youngest, "was evicted for older requests: the slabs are full")
+                self._outbox.refuse(youngest, "was evicted for older requests: the slabs are full")
                 if youngest is sequence:
                     break
 
@@ -316,7 +317,7 @@ class DecodeActor(ThreadActor):
             if not math.isfinite(drawn.logprob):
                 self._leave(sequence)
                 broken = BrokenWeights(f"weights {version} gave a log-prob that is not finite")
-                self._send_error(sequence, broken)
+                self._outbox.fail(sequence, broken)
                 return
             sequence.sampled.append(drawn.token)
             sequence.unsent.append((drawn, version))
@@ -325,7 +326,7 @@ class DecodeActor(ThreadActor):
             finish = sequence.finish_with(drawn.token, sampled=len(sequence.sampled))
         if outcome.failure is not None:
             self._leave(sequence)
-            self._send_error(sequence, outcome.failure)
+            self._outbox.fail(sequence, outcome.failure)
         elif finish is not None:
             self._leave(sequence)
             piece = Piece(
@@ -334,10 +335,10 @@ class DecodeActor(ThreadActor):
                 queue_s=sequence.began_s - sequence.asked_s,
                 decode_s=now_s - sequence.began_s,
             )
-            self._outbox.append((sequence.deliver, piece))
+            self._outbox.add(sequence, piece)
         elif sequence.is_due(now_s):
             sequence.sent_s = now_s
-            self._outbox.append((sequence.deliver, Piece(tokens=sequence.take_unsent())))
+            self._outbox.add(sequence, Piece(tokens=sequence.take_unsent()))
 
     def _leave(self, sequence: DecodeSequence) -> None:
         """Free the row; cache its keys and values if the present weights computed them."""
@@ -373,23 +374,3 @@ class DecodeActor(ThreadActor):
         arrived, sequence.arrived = sequence.arrived, None
         if arrived is not None and arrived.pinned:
             self._cache.unpin(arrived.cached)
-
-    def _refuse(self, sequence: DecodeSequence, reason: str) -> None:
-        request = sequence.prompt.request_id
-        refusal = ResourceExhausted(f"request {request} {reason}", retry_after_s=0.5)
-        self._send_error(sequence, refusal)
-
-    def _send_error(self, sequence: DecodeSequence, error: ForgeError) -> None:
-        if sequence.unsent:
-            self._outbox.append((sequence.deliver, Piece(tokens=sequence.take_unsent())))
-        self._outbox.append((sequence.deliver, error))
-
-    def _deliver(self) -> None:
-        if self._outbox:
-            self.loop.call_soon_threadsafe(_deliver_all, self._outbox)
-            self._outbox = []
-
-
-def _deliver_all(outbox: Sequence[tuple[Deliver, Piece | ForgeError]]) -> None:
-    for deliver, answer in outbox:
-        deliver(answer)

@@ -25,7 +25,8 @@ class DecodePass(Protocol):
     """Computes the last sampled token of each sequence and its drafts, a row each."""
 
     def run(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
-        """Store keys and values of all rows, and draw the token behind each."""
+        """Store keys and values of all rows, and draw the token behind each. `sequences`: all that
+        run, or consecutive ones in their order. A pass may fail half-way: it can be repeated."""
 
     def after_swap(self) -> None:
         """Called when other weights are served."""
@@ -51,7 +52,8 @@ class SlabPass:
     def run(self, sequences: Sequence[DecodeSequence], drafts: Sequence[Draft]) -> Drawn:
         """See `DecodePass`."""
         prefix_slabs = self._prefixes.slabs.occupied if self._prefixes is not None else []
-        step = SlabStep(self._running.occupied, prefix_slabs)
+        part = sequences if len(sequences) < len(self._running) else None
+        step = SlabStep(self._running.occupied, prefix_slabs, part=part)
         ids: list[int] = []
         for sequence, draft in zip(sequences, drafts, strict=True):
             ids += (sequence.sampled[-1], *draft.ids)

@@ -101,10 +101,11 @@ class DecodeStep:
             drafts = depth if self._drafter.is_ready(sequence) else 0
             sequence.step_tokens = 1 + max(0, min(drafts, sequence.left - 1))
 
-    def run(self) -> list[tuple[DecodeSequence, Outcome]]:
-        """Run a step over all running sequences, which have room for their `step_tokens`."""
+    def run(self, sequences: Sequence[DecodeSequence]) -> list[tuple[DecodeSequence, Outcome]]:
+        """Run a step over all running sequences, or over consecutive ones of them; they have room
+        for their `step_tokens`. After an error their tokens are as before the step; if all ran,
+        the states of recurrent layers are lost."""
         began_s = time.perf_counter()
-        sequences = list(self.running)
         depth = max(sequence.step_tokens for sequence in sequences) - 1
         drafts = self._drafter.draft(sequences)
         for sequence, draft in zip(sequences, drafts, strict=True):

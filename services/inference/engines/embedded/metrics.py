@@ -31,3 +31,9 @@ EVICTED_STATES = counter(
     "forge_inference_evicted_states_total",
     "Recurrent states evicted from the prefix cache; a later prompt computes their tokens again.",
 )
+MEMORY_SHORTAGES = counter(
+    "forge_inference_memory_shortages_total",
+    "Passes that ran out of memory, by work (prefill, decode) and outcome: split (repeated in "
+    "smaller parts), reread (all its requests are read again), refused (one request alone).",
+    ["work", "outcome"],
+)

@@ -8,22 +8,23 @@ are computed once and sampled by each request.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.actors.actor import ThreadActor
-from services.inference.engines.base import BrokenWeights, Prefilled
 from services.inference.engines.embedded.device.prompt_layers import PromptLayers
+from services.inference.engines.embedded.first_tokens import Complete, FirstTokens
 from services.inference.engines.embedded.known_prefixes import KnownPrefixes
 from services.inference.engines.embedded.kv.device_attention import PackedAttention
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.memory_shortage import PassLimit, attempt, refusal
 from services.inference.engines.embedded.messages import (
     Abort,
     HeldPrompt,
@@ -33,7 +34,6 @@ from services.inference.engines.embedded.messages import (
 )
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import adopt
-from services.inference.engines.embedded.model.sampler import DrawnToken, draw, tokens_of
 from services.inference.engines.embedded.prefill_pass import PrefillPass
 from services.inference.engines.embedded.prefill_schedule import (
     Reading,
@@ -43,6 +43,9 @@ from services.inference.engines.embedded.prefill_schedule import (
 )
 from services.inference.engines.embedded.recurrent.packed import Piece
 from services.inference.engines.embedded.stored_kv import StoredKv
+
+_LEAST_TOKENS = 16
+"""The smallest pass after shortages of memory."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -79,7 +82,10 @@ class PrefillActor(ThreadActor):
         self._stored = stored
         self._known = KnownPrefixes(policy, cache, stored, block_tokens=block_tokens)
         self._block_tokens = block_tokens
-        self._pass_tokens = pass_tokens
+        self._limit = PassLimit(
+            "prefill", most=pass_tokens, least=_LEAST_TOKENS, setting="pass_tokens"
+        )
+        self._first_tokens = FirstTokens(policy, cache, stored)
         self._threads = threads
         self._packed = packed
         self._layers = layers
@@ -173,7 +179,13 @@ class PrefillActor(ThreadActor):
         pending = self._pending.get(read.prompt.ids)
         if pending is None:
             prefixes = self._waiting_prefixes(joining_tokens)
-            pending = _Pending(reading=self._known.begin(read, prefixes))
+            begun = attempt(partial(self._known.begin, read, prefixes), self._policy.device)
+            if begun.result is None:
+                request, size = read.prompt.request_id, f"a prompt of {read.prompt.tokens} tokens"
+                error = refusal("prefill", request, size=size, shortage=begun.shortage)
+                self._deliver([(read, error)])
+                return
+            pending = _Pending(reading=begun.result)
             self._pending[read.prompt.ids] = pending
             prefixes.add(pending.reading)
         pending.requests.append(read)
@@ -213,11 +225,21 @@ class PrefillActor(ThreadActor):
     @torch.inference_mode()
     def _pass(self) -> None:
         """Compute as many tokens as fit; answer the prompts that are complete."""
-        readings = [pending.reading for pending in self._pending.values()]
-        spans = next_pass(readings, budget=self._pass_tokens)
-        if not spans:
-            return
-        began_s = time.monotonic()
+        while self._pending:
+            readings = [pending.reading for pending in self._pending.values()]
+            if self._limit.is_alone:
+                readings = readings[:1]
+            spans = next_pass(readings, budget=self._limit.tokens)
+            began_s = time.monotonic()
+            tried = attempt(partial(self._forward, spans), self._policy.device)
+            if tried.result is not None:
+                self._limit.succeeded()
+                self._advance(spans, tried.result, took_s=time.monotonic() - began_s)
+                return
+            self._retreat(spans, tried.shortage)
+
+    def _forward(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Run a forward pass; return the logits of the last token of each span."""
         device = self._policy.device
         sizes = [span.end - span.start for span in spans]
         storage = PrefillPass(spans, self._packed)
@@ -230,9 +252,36 @@ class PrefillActor(ThreadActor):
                 logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
             )
         storage.finish()
-        self._keep_routes(spans)
         self._policy.wait()
-        took_s = time.monotonic() - began_s
+        return logits_RV
+
+    def _retreat(self, spans: Sequence[Span], shortage: str) -> None:
+        """After a pass without memory: make the next one smaller, or refuse its only prompt. Keys
+        and values of the pass are computed again."""
+        for span in spans:
+            if span.reading.recurrent is not None:
+                span.reading.recurrent.undo()
+        tokens = sum(span.end - span.start for span in spans)
+        if len(spans) > 1 or tokens > self._limit.least:
+            self._limit.lower(tokens, shortage)
+            return
+        failed = self._pending.pop(spans[0].reading.prompt.ids)
+        for one in self._pending.values():
+            if one.reading.source is failed.reading and one.reading.filled < one.reading.shared:
+                one.reading.separate()
+        self._prefixes = None
+        size = f"a prompt of {failed.reading.prompt.tokens} tokens"
+        self._deliver(
+            [
+                (read, self._limit.refuse(read.prompt.request_id, size=size, shortage=shortage))
+                for read in failed.requests
+            ]
+        )
+
+    def _advance(self, spans: Sequence[Span], logits_RV: torch.Tensor, *, took_s: float) -> None:
+        """Note the tokens of a pass; answer the prompts that are complete."""
+        self._keep_routes(spans)
+        sizes = [span.end - span.start for span in spans]
         if self._stored is not None:
             self._stored.observe_compute(seconds=took_s, tokens=sum(sizes))
         for span, size, logits_V in zip(spans, sizes, logits_RV, strict=True):
@@ -240,6 +289,8 @@ class PrefillActor(ThreadActor):
             reading.done = reading.filled = span.end
             reading.compute_s += took_s * size / sum(sizes)
             reading.logits = logits_V
+            if reading.recurrent is not None:
+                reading.recurrent.settle()
         if self._policy.drafts is not None:
             for span, state_C in zip(spans, self._policy.head.states, strict=True):
                 # A copy: a view would keep the whole pass.
@@ -275,61 +326,13 @@ class PrefillActor(ThreadActor):
 
     def _answer(self, complete: Iterable[Reading]) -> None:
         ended = [self._pending.pop(reading.prompt.ids) for reading in complete]
-        rows = [(pending.reading, read) for pending in ended for read in pending.requests]
-        if not rows:
-            return
-        logits = [reading.logits for reading, _ in rows if reading.logits is not None]
-        drawn = draw(
-            torch.stack(logits),
-            [read.prompt for _, read in rows],
-            positions=[read.prompt.tokens for _, read in rows],
-            matchers=[read.matcher for _, read in rows],
-            answers=[()] * len(rows),
-        )
-        first = {pending.reading: pending.requests[0] for pending in ended if pending.requests}
-        answers = []
-        for row, (reading, read) in enumerate(rows):
-            answer = drawn.failed.get(row) or self._result(
-                reading, read, drawn.row(row), computed=first[reading] is read
-            )
-            answers.append((read, answer))
-        self._deliver(answers)
-
-    def _result(
-        self, reading: Reading, read: Read, drawn: DrawnToken, *, computed: bool
-    ) -> HeldPrompt | ForgeError:
-        """`computed`: the request pays for the prompt; others have found it cached."""
-        version = self._policy.version
-        if not math.isfinite(drawn.logprob):
-            return BrokenWeights(f"weights {version} gave a log-prob that is not finite")
-        if computed:
-            self._cache.store(reading.prompt.ids, reading.kv, routes=reading.routes)
-            if reading.recurrent is not None:
-                self._cache.store_states(reading.prompt.ids, reading.recurrent.kept)
-            if self._stored is not None:
-                self._stored.write(
-                    reading.prompt.ids, reading.kv, reading.routes, after_token=reading.start
-                )
-        prefill_s = reading.compute_s + reading.stored_s
-        first = tokens_of([(drawn, version)], read.prompt.sampling)
-        if (start := read.prompt.sampling.routes_from) is not None:
-            rows = reading.routes[start:].numpy().tobytes()
-            first = replace(first, routes=self._policy.kv_shape.route_span(rows, start=start))
-        return HeldPrompt(
-            prefilled=Prefilled(
-                first=first,
-                cached_tokens=reading.start if computed else reading.prompt.tokens,
-                queue_s=max(0.0, time.monotonic() - read.asked_s - prefill_s),
-                prefill_s=prefill_s,
-                stored_tokens=reading.stored if computed else 0,
-                stored_s=reading.stored_s if computed else 0.0,
-            ),
-            kv=reading.kv,
-            routes=reading.routes,
-            version=version,
-            state=reading.state,
-            recurrent=None if reading.recurrent is None else reading.recurrent.now,
-        )
+        rows = [
+            Complete(reading=one.reading, read=read, computed=read is one.requests[0])
+            for one in ended
+            for read in one.requests
+        ]
+        if rows:
+            self._deliver(self._first_tokens.of(rows))
 
     def _deliver(self, answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:
         self.loop.call_soon_threadsafe(_deliver_all, answers)

@@ -63,6 +63,11 @@ class Reading:
         """Tokens to compute."""
         return self.prompt.tokens - self.done
 
+    def separate(self) -> None:
+        """Compute the tokens that the source would have given; it has failed."""
+        self.source, self.shared = None, 0
+        self.done = self.filled
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:

@@ -24,7 +24,7 @@ from services.inference.engines.embedded.kv.attention import (
     with_sinks,
 )
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefix
-from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab
+from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab, SlabRow
 
 _PADDED_SEQUENCES = 16
 """A prefix with more sequences is read alone; the others are padded to the largest of them."""
@@ -34,13 +34,21 @@ class SlabStep:
     """The KvPass of one step: its tokens are those of the slabs' sequences, in order, each with as
     many as its `step_tokens`."""
 
-    def __init__(self, slabs: Sequence[Slab], prefix_slabs: Sequence[Slab]) -> None:
+    def __init__(
+        self,
+        slabs: Sequence[Slab],
+        prefix_slabs: Sequence[Slab],
+        *,
+        part: Sequence[SlabRow] | None = None,
+    ) -> None:
+        """`part`: the sequences to compute, consecutive in that order; None: all."""
         device = slabs[0].layers[0].device
         self._dtype = exact_type(slabs[0].layers[0])
-        self._slabs = [_SlabTokens.of(slab) for slab in slabs]
+        computed = [(slab, _rows_in(slab, part)) for slab in slabs]
+        self._slabs = [_SlabTokens.of(slab, rows) for slab, rows in computed if rows]
         positions: list[int] = []
         numbers: dict[int, range] = {}
-        for row in (row for slab in slabs for row in slab.rows):
+        for row in (slab.rows[number] for slab, rows in computed for number in rows):
             numbers[id(row)] = range(len(positions), len(positions) + row.step_tokens)
             first = row.base + row.tokens
             positions += range(first, first + row.step_tokens)
@@ -49,6 +57,7 @@ class SlabStep:
             _PrefixRead.of(slab, prefixes, numbers)
             for slab in prefix_slabs
             for prefixes in _reads(slab)
+            if any(id(one) in numbers for shared in prefixes for one in shared.sequences)
         ]
         self._bias: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 
@@ -109,6 +118,8 @@ class _SlabTokens:
     """The new tokens of one slab's rows."""
 
     slab: Slab
+    rows: range
+    """Numbers of the rows."""
     count: int
     length: int
     """Tokens of the slab to look at."""
@@ -125,25 +136,27 @@ class _SlabTokens:
     """The place of each token in the flattened table."""
 
     @classmethod
-    def of(cls, slab: Slab) -> _SlabTokens:
-        """The tokens of a slab with rows."""
+    def of(cls, slab: Slab, numbered: range) -> _SlabTokens:
+        """The tokens of some rows of a slab, `numbered` so."""
         device = slab.layers[0].device
+        own_rows = slab.rows[numbered.start : numbered.stop]
         rows: list[int] = []
         places: list[int] = []
         table: list[list[int]] = []
         numbers: list[int] = []
-        widest = max(row.step_tokens for row in slab.rows)
-        for number, row in enumerate(slab.rows):
+        widest = max(row.step_tokens for row in own_rows)
+        for place, row in enumerate(own_rows):
             own = range(len(rows), len(rows) + row.step_tokens)
             table.append([*own, *[own.start] * (widest - len(own))])
-            numbers += range(number * widest, number * widest + len(own))
-            rows += [number] * len(own)
+            numbers += range(place * widest, place * widest + len(own))
+            rows += [row.row] * len(own)
             places += range(row.tokens, row.tokens + len(own))
-        ragged = len(rows) < widest * len(slab.rows)
+        ragged = len(rows) < widest * len(own_rows)
         return cls(
             slab=slab,
+            rows=numbered,
             count=len(rows),
-            length=_length(slab, [row.tokens + row.step_tokens for row in slab.rows]),
+            length=_length(slab, [row.tokens + row.step_tokens for row in own_rows]),
             rows_N=torch.tensor(rows, device=device),
             places_N=torch.tensor(places, device=device),
             widest=widest,
@@ -154,11 +167,11 @@ class _SlabTokens:
     def store(
         self, layer: int, k_NHD: torch.Tensor, v_NHD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values; return those of all rows, [R, H, T, D] each."""
+        """Store keys and values; return those of the rows, [R, H, T, D] each."""
         k_RHTD, v_RHTD = self.slab.layers[layer]
         k_RHTD[self.rows_N, :, self.places_N] = k_NHD
         v_RHTD[self.rows_N, :, self.places_N] = v_NHD
-        seen = (slice(0, len(self.slab.rows)), slice(None), slice(0, self.length))
+        seen = (slice(self.rows.start, self.rows.stop), slice(None), slice(0, self.length))
         return k_RHTD[seen], v_RHTD[seen]
 
     def padded(self, q_NHGD: torch.Tensor) -> torch.Tensor:
@@ -187,7 +200,7 @@ class _SlabTokens:
         bias = attention_bias(places_RS.flatten(), self.length, window=window, dtype=dtype)
         if self.widest == 1:
             return bias[:, None, None]
-        by_row = bias.view(len(self.slab.rows), 1, self.widest, 1, self.length)
+        by_row = bias.view(len(self.rows), 1, self.widest, 1, self.length)
         return by_row.expand(-1, -1, -1, groups, -1).flatten(2, 3)
 
 
@@ -213,7 +226,9 @@ class _PrefixRead:
     ) -> _PrefixRead:
         """`numbers`: those of each sequence's tokens, by its id()."""
         kv = slab.layers[0]
-        reading = [[n for one in shared.sequences for n in numbers[id(one)]] for shared in prefixes]
+        reading = [
+            [n for one in shared.sequences for n in numbers.get(id(one), ())] for shared in prefixes
+        ]
         widest = max(map(len, reading))
         table: list[list[int]] = []
         asking: list[int] = []
@@ -251,6 +266,14 @@ class _PrefixRead:
         out = out.view(rows, heads, asking, groups, head_size).transpose(1, 2)
         lse = lse.view(rows, heads, asking, groups).transpose(1, 2)
         return out.flatten(0, 1)[self.places], lse.flatten(0, 1)[self.places]
+
+
+def _rows_in(slab: Slab, part: Sequence[SlabRow] | None) -> range:
+    """The numbers of the rows of a slab that belong to `part`."""
+    if part is None:
+        return range(len(slab.rows))
+    own = [one.row for one in part if one.slab is slab]
+    return range(own[0], own[-1] + 1) if own else range(0)
 
 
 def _reads(slab: Slab) -> list[list[SharedPrefix]]:

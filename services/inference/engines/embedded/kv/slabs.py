@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from services.inference.engines.embedded.kv.shape import KvShape
+from services.inference.engines.embedded.memory_shortage import attempt
 
 SMALLEST_CLASS_TOKENS = 64
 _FIRST_ROWS = 4
@@ -73,14 +75,21 @@ class Slab:
         """Return the row's keys and values, [2, H, class_tokens, D] of each layer; writable."""
         return [kv_2RHTD[:, row.row] for kv_2RHTD in self.layers]
 
-    def resize(self, rows: int) -> None:
-        """Allocate `rows` rows and copy the occupied ones."""
-        used = len(self.rows)
+    def resize(self, rows: int) -> bool:
+        """Allocate `rows` rows and copy the occupied ones; False without memory."""
+        used, before = len(self.rows), self.room
         assert rows >= used
         for layer in range(self._shape.layers):
-            kv = self._allocate(rows)
+            tried = attempt(partial(self._allocate, rows), self._shape.device)
+            if tried.result is None:
+                # The layers that have grown show their old rows alone.
+                least = min(before, rows)
+                self.layers = [kv_2RHTD[:, :least] for kv_2RHTD in self.layers]
+                return False
+            kv = tried.result
             kv[:, :used] = self.layers[layer][:, :used]
             self.layers[layer] = kv
+        return True
 
     def append(self, row: SlabRow) -> None:
         """Give `row` the next place."""
@@ -199,8 +208,7 @@ class Slabs(Generic[Row]):
             grown = slab.bytes_with(rows) - slab.bytes + last_layer
             if self._shared_bytes + grown > self.capacity_bytes:
                 self._trim(keep=slab)
-            if self._shared_bytes + grown <= self.capacity_bytes:
-                slab.resize(rows)
+            if self._shared_bytes + grown <= self.capacity_bytes and slab.resize(rows):
                 return True
         return False
 

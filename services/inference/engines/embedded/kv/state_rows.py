@@ -29,6 +29,8 @@ class StateRows:
         self._sequences: list[SlabRow] = []
         self._kept_tokens: list[int] = []
         """Tokens before the kept states; 0: none are kept."""
+        self._part: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Rows of the last batch, and their states, if it had not all sequences."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -59,7 +61,15 @@ class StateRows:
                 self._kept_BS[row] = self._kept_BS[moved]
 
     def batch(self, sequences: Sequence[SlabRow]) -> StateBatch:
-        """All sequences, with one token each in this order."""
+        """These sequences, with one token each in this order: all of them, whose states change in
+        place, or a part, whose states change with `advance`."""
+        self._part = None
+        if len(sequences) < len(self._sequences):
+            numbers = {id(one): row for row, one in enumerate(self._sequences)}
+            rows = [numbers[id(one)] for one in sequences]
+            rows_B = torch.tensor(rows, device=self._now_BS.device)
+            self._part = rows_B, self._now_BS[rows_B]
+            return StateBatch(rows_BS=self._part[1])
         rows_BS = self._now_BS[: len(self._sequences)]
         places = {id(sequence): place for place, sequence in enumerate(sequences)}
         order = [places[id(sequence)] for sequence in self._sequences]
@@ -69,7 +79,12 @@ class StateRows:
         return StateBatch(rows_BS=rows_BS, places_B=places_B)
 
     def advance(self) -> None:
-        """Keep the states of sequences whose last token ended a block."""
+        """End a pass over the last batch. Keep the states of sequences whose last token ended a
+        block."""
+        if self._part is not None:
+            rows_B, states_BS = self._part
+            self._now_BS[rows_B] = states_BS
+            self._part = None
         self._keep(range(len(self._sequences)))
 
     def kept(self, sequence: SlabRow) -> dict[int, torch.Tensor]:

@@ -26,6 +26,8 @@ class ReadStates:
         self.kept: dict[int, torch.Tensor] = {}
         """By the number of tokens before them."""
         self._stops: set[int] = set()
+        self._before: torch.Tensor | None = None
+        """Those before the pass that runs."""
 
     def stop(self, tokens: int) -> None:
         """Keep the states after so many tokens, which are still to be computed."""
@@ -43,7 +45,8 @@ class ReadStates:
         self, start: int, end: int, *, offset: int, begin: torch.Tensor | None
     ) -> Iterator[Piece]:
         """The tokens `start` to `end`, which lie at `offset` in the pass, between stops; `begin`:
-        states to begin with, of another prompt."""
+        states to begin with, of another prompt. End the pass with `settle` or `undo`."""
+        self._before = self.now.clone()
         stops = sorted(one for one in self._stops if start < one < end)
         for last in [*stops, end]:
             if last in self._stops:
@@ -56,3 +59,12 @@ class ReadStates:
                 keep_1S=self.kept.get(last),
             )
             offset, start, begin = offset + last - start, last, None
+
+    def settle(self) -> None:
+        """End a pass."""
+        self._before = None
+
+    def undo(self) -> None:
+        """End a pass that failed: some layers have changed their states."""
+        if self._before is not None:
+            self.now, self._before = self._before, None

@@ -53,7 +53,7 @@ class EmbeddedPrefill(RoleEngine):
         self._held = HeldPrompts(
             capacity_bytes=int(parts.options.kv_bytes * self.held_share),
             token_bytes=parts.policy.kv_shape.token_bytes,
-            prompt_bytes=(1 + MOST_STOPS) * parts.policy.kv_shape.state_bytes,
+            prompt_bytes=(2 + MOST_STOPS) * parts.policy.kv_shape.state_bytes,
             on_release=partial(self._work.add, -1),
         )
         self._early = EarlyReads()

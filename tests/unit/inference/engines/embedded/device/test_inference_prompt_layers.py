@@ -130,5 +130,5 @@ def test_passes_are_shorter_where_steps_wait_for_them(
     options = EngineOptions(model_path="", request_timeout_s=1.0, pass_tokens=asked)
     cache = wiring.prefix_cache(options, policy, CacheLog(), resumes=False)
     actor = wiring.prefill_actor(options, policy, cache, None, beside_steps=beside_steps)
-    assert actor._pass_tokens == tokens
+    assert actor._limit.tokens == tokens
     assert (actor._layers is not None) == (device == "cuda")

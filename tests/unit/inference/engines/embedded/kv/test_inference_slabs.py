@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.inference.engines.embedded.kv.shape import KvShape
-from services.inference.engines.embedded.kv.slabs import SlabRow, Slabs
+from services.inference.engines.embedded.kv.slabs import Slab, SlabRow, Slabs
 
 SHAPE = KvShape(
     layers=2, windowed=False, heads=2, head_size=4, dtype=torch.float32, device=torch.device("cpu")
@@ -161,3 +161,43 @@ def test_kv_slabs_never_allocate_more_than_their_bound(
     assert refused
     assert memory.peak <= running.capacity_bytes
     assert memory.peak > running.capacity_bytes // 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slab_without_memory_to_grow_keeps_every_sequence(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocation fails now and then, in any layer: the row has no room, and all others stay."""
+    rng = random.Random(seed)
+    allocate = Slab._allocate
+
+    def fails_at_times(self: Slab, rows: int) -> torch.Tensor:
+        if rows and rng.random() < 0.5:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return allocate(self, rows)
+
+    monkeypatch.setattr(Slab, "_allocate", fails_at_times)
+    all_slabs = slabs()
+    marks: dict[SlabRow, float] = {}
+    refused = 0
+    for step in range(300):
+        if rng.random() < 0.5 or not marks:
+            row = SlabRow()
+            if not all_slabs.add(row, tokens=rng.randint(1, 600), expected_tokens=700):
+                refused += 1
+                continue
+            marks[row] = float(step)
+            write(row, marks[row])
+        elif rng.random() < 0.5:
+            row = rng.choice(list(marks))
+            row.tokens = row.slab.class_tokens
+            write(row, marks[row])
+            if row.tokens < CONTEXT and not all_slabs.promote(row):
+                refused += 1
+        else:
+            row = rng.choice(list(marks))
+            all_slabs.remove(row)
+            del marks[row]
+        assert all(holds(row, mark) for row, mark in marks.items())
+        assert set(all_slabs) == set(marks)
+    assert refused

@@ -1,0 +1,103 @@
+"""The answers to prompts that are computed: their first tokens, and what a worker holds of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from forge.core.errors import ForgeError
+from services.inference.engines.base import BrokenWeights, Prefilled
+from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.memory_shortage import attempt, refusal
+from services.inference.engines.embedded.messages import HeldPrompt, Read
+from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.model.sampler import Drawn, DrawnToken, draw, tokens_of
+from services.inference.engines.embedded.prefill_schedule import Reading
+from services.inference.engines.embedded.stored_kv import StoredKv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complete:
+    """A request whose prompt is computed."""
+
+    reading: Reading
+    read: Read
+    computed: bool
+    """The request pays for the prompt; others have found it cached."""
+
+
+class FirstTokens:
+    """Draws first tokens; caches and stores complete prompts."""
+
+    def __init__(self, policy: Policy, cache: KvCache, stored: StoredKv | None) -> None:
+        self._policy = policy
+        self._cache = cache
+        self._stored = stored
+
+    def of(self, rows: Sequence[Complete]) -> list[tuple[Read, HeldPrompt | ForgeError]]:
+        """Return the answer of each request. A draw without memory is repeated in halves."""
+        tried = attempt(partial(_drawn, rows), self._policy.device)
+        if tried.result is not None:
+            drawn = tried.result
+            return [
+                (one.read, drawn.failed.get(row) or self._held(one, drawn.row(row)))
+                for row, one in enumerate(rows)
+            ]
+        if len(rows) == 1:
+            prompt = rows[0].read.prompt
+            size = f"a prompt of {prompt.tokens} tokens"
+            error = refusal("prefill", prompt.request_id, size=size, shortage=tried.shortage)
+            return [(rows[0].read, error)]
+        half = len(rows) // 2
+        return self.of(rows[:half]) + self.of(rows[half:])
+
+    def _held(self, one: Complete, drawn: DrawnToken) -> HeldPrompt | ForgeError:
+        reading, read = one.reading, one.read
+        version = self._policy.version
+        if not math.isfinite(drawn.logprob):
+            return BrokenWeights(f"weights {version} gave a log-prob that is not finite")
+        if one.computed:
+            self._cache.store(reading.prompt.ids, reading.kv, routes=reading.routes)
+            if reading.recurrent is not None:
+                self._cache.store_states(reading.prompt.ids, reading.recurrent.kept)
+            if self._stored is not None:
+                self._stored.write(
+                    reading.prompt.ids, reading.kv, reading.routes, after_token=reading.start
+                )
+        prefill_s = reading.compute_s + reading.stored_s
+        first = tokens_of([(drawn, version)], read.prompt.sampling)
+        if (start := read.prompt.sampling.routes_from) is not None:
+            rows = reading.routes[start:].numpy().tobytes()
+            first = replace(first, routes=self._policy.kv_shape.route_span(rows, start=start))
+        return HeldPrompt(
+            prefilled=Prefilled(
+                first=first,
+                cached_tokens=reading.start if one.computed else reading.prompt.tokens,
+                queue_s=max(0.0, time.monotonic() - read.asked_s - prefill_s),
+                prefill_s=prefill_s,
+                stored_tokens=reading.stored if one.computed else 0,
+                stored_s=reading.stored_s if one.computed else 0.0,
+            ),
+            kv=reading.kv,
+            routes=reading.routes,
+            version=version,
+            state=reading.state,
+            recurrent=None if reading.recurrent is None else reading.recurrent.now,
+        )
+
+
+def _drawn(rows: Sequence[Complete]) -> Drawn:
+    """Draw the first token of each request."""
+    logits = [one.reading.logits for one in rows if one.reading.logits is not None]
+    return draw(
+        torch.stack(logits),
+        [one.read.prompt for one in rows],
+        positions=[one.read.prompt.tokens for one in rows],
+        matchers=[one.read.matcher for one in rows],
+        answers=[()] * len(rows),
+    )
