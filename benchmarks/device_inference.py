@@ -257,9 +257,9 @@ def _step_ends() -> Iterator[list[float]]:
     ends: list[float] = []
     run = DecodeStep.run
 
-    def timed(step: DecodeStep) -> Any:
+    def timed(step: DecodeStep, sequences: Any) -> Any:
         try:
-            return run(step)
+            return run(step, sequences)
         finally:
             ends.append(time.perf_counter())
 
