@@ -15,6 +15,7 @@ import torch
 
 from forge.core.errors import NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
+from forge.core.sampling_limits import MIN_TEMPERATURE
 from services.inference.engines.base import Finish, UnfitWeights
 from tests.contract import engines
 from tests.contract.engines import (
@@ -101,6 +102,25 @@ async def test_logprobs_are_of_the_sampled_distribution(pair: Pair) -> None:
     for step, (token, logprob) in enumerate(zip(answer.ids, answer.logprobs, strict=True)):
         place = kept.indices[step].tolist().index(token)
         assert logprob == pytest.approx(expected[step, place].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, 0.004, 5.0])
+async def test_log_probs_are_of_the_temperature_of_the_request(
+    pair: Pair, temperature: float
+) -> None:
+    """The lowest and very high ones, too: the record of the turn has the requested temperature. The
+    model's logits are scaled, so that its distribution is as wide as usual."""
+    model = reference("qwen3")
+    model.model.norm.weight.data *= temperature
+    await pair.load(published(model), version=2)
+    ids = prompt_ids(20)
+    asked = replace(SAMPLED, temperature=temperature, max_tokens=48)
+    answer = await pair.sample(ids, asked)
+    logits = model(torch.tensor([ids + answer.ids])).logits[0, len(ids) - 1 : -1] / temperature
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+    # Drawn: the likeliest tokens alone would have few log-probs below it.
+    assert expected.mean() < -0.5
 
 
 async def test_prefix_cache_changes_no_result(pair: Pair) -> None:

@@ -48,6 +48,14 @@ async def test_answer_has_its_least_length(pair: Pair) -> None:
     assert min(len(answer.ids) for answer in answers) < 10
 
 
+async def test_end_of_the_context_ends_an_answer_before_its_least_length(pair: Pair) -> None:
+    """With all tokens that fit."""
+    ids = prompt_ids(engines.CONTEXT_TOKENS - 5)
+    answer = await pair.sample(ids, replace(HELD, min_tokens=10))
+    assert len(answer.ids) == 5
+    assert answer.finish is Finish.LENGTH
+
+
 async def test_kept_share_restores_log_probs_of_the_whole_distribution(pair: Pair) -> None:
     """As with a grammar: log-prob plus share is the log-prob without a least length."""
     engines.require(pair.capabilities.shares, "shares")

@@ -194,6 +194,9 @@ async def test_what_vllm_lacks_beside_drafts_is_refused(pair: Pair, tmp_path: Pa
     assert not pair.capabilities.shares
     with pytest.raises(UnsupportedByEngines, match="min_p and logit_bias"):
         await pair.sample([1, 2], replace(SAMPLED, min_p=0.1))
+    for temperature in (0.001, 3.0):
+        with pytest.raises(UnsupportedByEngines, match=r"with drafts has 0 and 0\.01 to 2"):
+            await pair.sample([1, 2], replace(SAMPLED, temperature=temperature))
     arguments: Any = import_module("services.inference.engines.vllm.arguments")
     CONFIG.save_pretrained(tmp_path)
     limits = ModelLimits(context_tokens=CONTEXT_TOKENS, vocabulary=VOCABULARY)

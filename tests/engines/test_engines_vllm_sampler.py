@@ -32,7 +32,7 @@ GRAMMAR = ("regex", "[a-z]{3,9}", False)
 LETTERS = [1 + ord(one) - 33 for one in "abcdef"]
 PROMPT = [7, 7, 9, 30, *LETTERS[:2]]
 ORDERS = [
-    Orders(own=True),
+    Orders(own=True, scale=4.0),
     Orders(first=(5,), frequency=1.0, answered=2),
     Orders(own=True, grammar=GRAMMAR, matched=2, stop_ids=(END,)),
     Orders(presence=0.7, frequency=0.3, answered=3),
@@ -151,6 +151,15 @@ def test_grammar_that_no_token_follows_is_marked(module: Any, tmp_path: Path) ->
     assert found[6].isinf().any()
 
 
+def test_logits_are_scaled_in_their_own_rows(module: Any, tmp_path: Path) -> None:
+    """For temperatures that vLLM does not have."""
+    found, before = logits_of(1 + len(ORDERS)), logits_of(1 + len(ORDERS))
+    module._rescale(found, processor(module, tmp_path).rows)
+    assert torch.equal(found[1], before[1] * 4)
+    before[1] = found[1]
+    assert torch.equal(found, before)
+
+
 def own_of(module: Any, made: Any, temperature: torch.Tensor | None, rows: int) -> Any:
     tensors = import_module("vllm.v1.outputs").LogprobsTensors
     draws = torch.Generator().manual_seed(1)
@@ -172,7 +181,7 @@ def test_own_logprobs_are_those_of_each_row(module: Any, tmp_path: Path) -> None
     before, found, asked = own_of(module, made, temperature, rows)
     assert sorted(asked) == [1, 3, 5]
     token = before.logprob_token_ids[1, 0]
-    drawn = (logits_of(rows)[1] / 0.7).log_softmax(-1)[token]
+    drawn = (logits_of(rows)[1] * 4 / 0.7).log_softmax(-1)[token]
     assert torch.allclose(found.logprobs[[1, 3, 5], 1], torch.tensor([drawn, -torch.inf, 0.0]))
     for place in range(rows):
         for new, old in (
@@ -195,6 +204,7 @@ def test_number_of_operations_does_not_depend_on_rows(module: Any, tmp_path: Pat
         made, rows = processor(module, tmp_path, copies=copies), 1 + copies * len(ORDERS)
         with Operations() as operations:
             made.apply(logits_of(rows))
+            module._rescale(logits_of(rows), made.rows)
             own_of(module, made, torch.ones(rows), rows)
         counts.append(operations.counts)
     assert counts[0] == counts[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
-from math import isfinite, isinf
+from math import isclose, isfinite, isinf
 from typing import Any
 
 from msgspec import structs
@@ -28,6 +28,8 @@ from services.inference.engines.vllm.exchange.orders import OWN, Orders
 
 _SEED_BYTES = 7
 """vLLM's seeds are signed 64-bit numbers."""
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
+"""vLLM raises a lower temperature to the least one without an error, and refuses a higher one."""
 _KINDS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
@@ -41,24 +43,27 @@ def to_params(
     shares: bool = True,
 ) -> SamplingParams:
     """Return vLLM's parameters. `end_token`: the tokenizer's, with which alone a grammar ends.
-    `first`: tokens that the answer begins with. `shares`: whether log-probs in the model's own
-    distribution can be asked for.
+    `first`: tokens that the answer begins with. `shares`: whether the engine has the additions to
+    vLLM's sampler, see `answer_logits`.
 
-    Raises UnsupportedByEngines for a grammar that cannot end with one of the stop tokens.
+    Raises UnsupportedByEngines for a grammar that cannot end with one of the stop tokens, and
+    without these additions for a temperature that vLLM does not have.
     """
     asked = prompt.sampling
+    most_tokens = min(asked.max_tokens, limits.context_tokens - prompt.tokens)
     orders = _orders(asked, first, shares=shares)
     resumed = orders.grammar is not None
     # Those of an answer that began elsewhere are among the orders.
     change = asked.reweighting if not orders.answered else None
     bias = asked.reweighting.bias if asked.reweighting else ()
     return SamplingParams(
-        temperature=asked.temperature,
+        temperature=_bounded(asked.temperature),
         top_p=asked.top_p,
         top_k=min(asked.top_k, limits.vocabulary) or -1,
         min_p=asked.min_p,
-        max_tokens=min(asked.max_tokens, limits.context_tokens - prompt.tokens),
-        min_tokens=asked.min_tokens,
+        max_tokens=most_tokens,
+        # The end of the context ends an answer before its least length.
+        min_tokens=min(asked.min_tokens, most_tokens),
         stop_token_ids=sorted(asked.stop_ids),
         ignore_eos=True,
         seed=stream_seed(asked.seed, prompt.tokens),
@@ -77,7 +82,11 @@ def to_params(
 def _orders(asked: Sampling, first: tuple[int, ...], *, shares: bool) -> Orders:
     """Orders that vLLM's own parameters cannot express."""
     grammar, change = asked.grammar, asked.reweighting
-    orders = Orders(first=first, own=shares and asked.reshapes)
+    orders = Orders(
+        first=first,
+        scale=_scale(asked.temperature, has_scales=shares),
+        own=shares and asked.reshapes,
+    )
     if grammar is not None and grammar.matched_tokens:
         orders = structs.replace(
             orders,
@@ -94,6 +103,26 @@ def _orders(asked: Sampling, first: tuple[int, ...], *, shares: bool) -> Orders:
             repetition=change.repetition,
         )
     return orders
+
+
+def _bounded(temperature: float) -> float:
+    """Return the temperature for vLLM; 0 is greedy."""
+    return temperature and min(max(temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE)
+
+
+def _scale(temperature: float, *, has_scales: bool) -> float:
+    """Return the factor of the logits that gives this temperature at vLLM's bounded one. Raises
+    UnsupportedByEngines for another factor than 1 if the sampler has none."""
+    scale = _bounded(temperature) / (temperature or 1.0) or 1.0
+    # The wire's 0.01 is a little less.
+    if isclose(scale, 1.0, rel_tol=1e-6):
+        return 1.0
+    if not has_scales:
+        raise UnsupportedByEngines(
+            f"sampling.temperature = {temperature:g}: the engine vllm with drafts has 0 and "
+            f"{_LEAST_TEMPERATURE:g} to {_MOST_TEMPERATURE:g}"
+        )
+    return scale
 
 
 def stream_seed(seed: int, prompt_tokens: int) -> int:

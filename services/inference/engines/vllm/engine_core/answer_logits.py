@@ -1,9 +1,9 @@
 """In vLLM's process: what an answer needs of the sampler that vLLM does not have.
 
 The first token that prefill has sampled; grammar and penalties of an answer that began elsewhere;
-the log-prob of each sampled token in the model's own distribution. Requests ask by `Orders`, in
-their `extra_args`. Written for vLLM's first model runner. Not here: grammars and penalties of
-answers that begin in this engine, which are vLLM's.
+temperatures beyond vLLM's bounds; the log-prob of each sampled token in the model's own
+distribution. Requests ask by `Orders`, in their `extra_args`. Written for vLLM's first model
+runner. Not here: grammars and penalties of answers that begin in this engine, which are vLLM's.
 
 Shape suffixes: R rows, A rows that ask for the log-prob in their own distribution, V vocabulary, K
 log-probs of a row, T tokens, W words of a mask, B its bytes.
@@ -221,7 +221,8 @@ class AnswerLogits(LogitsProcessor):  # type: ignore[misc]
 
 
 class AnswerSampler(Sampler):  # type: ignore[misc]
-    """vLLM's sampler, which also returns log-probs in the model's own distribution."""
+    """vLLM's sampler, with any temperature, which also returns log-probs in the model's own
+    distribution."""
 
     own_logits: torch.Tensor | None = None
     """Logits of this step, before grammars; None if no request asks for them."""
@@ -239,11 +240,35 @@ class AnswerSampler(Sampler):  # type: ignore[misc]
             )
         return output
 
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Sampler`. After penalties, before temperatures: ."""
+        _rescale(logits, _rows(sampling_metadata.logitsprocs))
+        found: tuple[torch.Tensor, torch.Tensor | None] = super().sample(
+            logits, sampling_metadata, *args, **options
+        )
+        return found
+
+
+def _rescale(logits_RV: torch.Tensor, rows: dict[int, _Row]) -> None:
+    """Apply `Orders.scale` in place."""
+    scales = {place: row.orders.scale for place, row in rows.items() if row.orders.scale != 1}
+    if scales:
+        device = logits_RV.device
+        places_R = async_tensor_h2d([*scales], device, torch.long)
+        logits_RV[places_R] *= _floats([*scales.values()], device)[:, None]
+
 
 def asking(processors: Any) -> dict[int, _Row]:
     """Return the rows of a batch that ask for log-probs in the model's own distribution."""
+    return {place: row for place, row in _rows(processors).items() if row.orders.own}
+
+
+def _rows(processors: Any) -> dict[int, _Row]:
+    """Return the rows of a batch that have orders."""
     found = (one for one in processors.non_argmax_invariant if isinstance(one, AnswerLogits))
-    return {place: row for one in found for place, row in one.rows.items() if row.orders.own}
+    return {place: row for one in found for place, row in one.rows.items()}
 
 
 def install(runner: Any) -> None:
@@ -281,7 +306,8 @@ def _with_own(
     own_A = torch.zeros(len(rows), device=device)
     # A greedy row has no distribution.
     if temperature_R is not None:
-        heat_A1 = temperature_R[places_A, None]
+        scales = [row.orders.scale for row in rows.values()]
+        heat_A1 = (temperature_R[places_A] / _floats(scales, device))[:, None]
         drawn_A1 = heat_A1 > 0
         scaled_AV = own_logits_RV[places_A].float() / heat_A1.where(drawn_A1, 1.0)
         sampled_A1 = ids_RK[places_A, :1].long()

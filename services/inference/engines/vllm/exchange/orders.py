@@ -27,6 +27,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     matched: int = 0
     """Tokens at the end of the prompt that the grammar has matched."""
     stop_ids: tuple[int, ...] = ()
+    scale: float = 1.0
+    """Factor of the logits before vLLM divides them by its temperature, which is bounded."""
     own: bool = False
     """Whether to return the log-prob in the model's own distribution, as entry `OWN`; -inf if the
     grammar cannot be followed."""
