@@ -1,4 +1,4 @@
-"""The kernel of vLLM's sampler of drafts that this package replaces on a CPU."""
+"""The kernels of vLLM that this package replaces on a CPU."""
 
 from __future__ import annotations
 
@@ -24,3 +24,23 @@ def test_each_row_of_a_draft_has_the_values_of_its_request() -> None:
     assert torch.equal(found, torch.tensor([0.6, 0.6, 1.0, 1.0, 1.0, 1.3]))
     found = sampler.expand_batch_to_tokens(torch.tensor([7, 8, 0, 9]), ends, 6)
     assert found.tolist() == [7, 7, 0, 0, 0, 9]
+
+
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_all_heads_of_a_token_are_rotated_by_its_position(heads_apart: bool) -> None:
+    """With a dimension for heads, as in latent attention, and without one."""
+    base: Any = import_module("vllm.model_executor.layers.rotary_embedding.base")
+    import_module("services.inference.engines.vllm.engine_core.extension")
+    rotary = base.RotaryEmbedding.__new__(base.RotaryEmbedding)
+    torch.nn.Module.__init__(rotary)
+    angles = torch.arange(40)[:, None] / 100 ** (torch.arange(8) / 8)
+    rotary.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
+    rotary.head_size = rotary.rotary_dim = 16
+    rotary.is_neox_style, rotary.use_aiter = False, False
+    positions, query, key = torch.arange(7), torch.randn(7, 4, 32)[..., 16:], torch.randn(7, 1, 16)
+    pairs = torch.view_as_complex(query.reshape(7, 4, 8, 2))
+    turned = pairs * torch.polar(torch.ones(7, 8), angles[:7])[:, None]
+    if not heads_apart:
+        query, key = query.reshape(7, -1), key.reshape(7, -1)
+    found, _ = rotary.forward_cpu(positions, query.clone(), key)
+    assert torch.allclose(found.view(7, 4, 16), torch.view_as_real(turned).flatten(-2), atol=1e-5)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     MiMoV2FlashConfig,
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-
 
 if engines.ON_VLLM:
     arguments: Any = import_module("services.inference.engines.vllm.arguments")
+    models: Any = import_module("services.inference.engines.vllm.models")
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -69,6 +71,21 @@ CONFIGS = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    # Latent attention, experts in groups, a shared one; without the fields that vLLM reads.
+    "deepseek_v3": DeepseekV3Config(
+        **_SHAPE | {"num_key_value_heads": 4, "head_dim": 64},
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=48,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+    ),
     # Recurrent layers beside full attention, experts, a shared one.
     "qwen3_next": Qwen3NextConfig(
         **_SHAPE,
@@ -85,10 +102,10 @@ CONFIGS = {
 
 
 def random_model(family: str, *, seed: int) -> PreTrainedModel:
-    """As transformers runs it in float32, without a parameter that is zero."""
+    """As transformers runs it in float32, without a tensor that is zero."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
-    for name, weight in model.named_parameters():
+    for name, weight in model.state_dict().items():
         # Zero in a new model: one that is not loaded would not be noticed.
         if "bias" in name:
             torch.nn.init.normal_(weight, std=0.5)
@@ -152,10 +169,10 @@ def test_auto_serves_no_bfloat16_that_a_cpu_would_emulate(
             **CONFIGS[family].to_dict() | {"dtype": "bfloat16"}
         ).save_pretrained(folder)
         narrow = has_bfloat16 or family == "qwen3_next"
-        found = arguments.served_dtype(folder, "auto", device="cpu")
+        found = models.served_dtype(folder, "auto", device="cpu")
         assert found == ("bfloat16" if narrow else "float32")
-        assert arguments.served_dtype(folder, "auto", device="cuda:0") == "bfloat16"
-        assert arguments.served_dtype(folder, "float32", device="cpu") == "float32"
+        assert models.served_dtype(folder, "auto", device="cuda:0") == "bfloat16"
+        assert models.served_dtype(folder, "float32", device="cpu") == "float32"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +193,16 @@ def test_linear_attention_of_other_sizes_is_refused(
     with pytest.raises(ConfigError, match=f"{named}.*refuses them .*serve this model on a GPU"):
         provider.check(str(tmp_path), context_tokens=0, dtype="bfloat16")
     provider.check(str(tmp_path), context_tokens=0, dtype="bfloat16", device="cuda:0")
+
+
+def test_latent_attention_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    """By `--check` and at the start, where vLLM's kernel on a CPU has one size. On a GPU others
+    compute them."""
+    config = CONFIGS["deepseek_v3"].to_diff_dict() | {"kv_lora_rank": 64}
+    DeepseekV3Config(**config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"latent heads of 128; .* has 576"):
+        provider.check(str(tmp_path), context_tokens=0)
+    provider.check(str(tmp_path), context_tokens=0, device="cuda:0")
 
 
 def mimo(**own: Any) -> MiMoV2FlashConfig:
@@ -227,7 +254,7 @@ async def test_end_of_vllms_process_names_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here at the first request, since the check of the model is off."""
-    monkeypatch.setattr(arguments, "_check_delta_net", lambda *_, **__: None)
+    monkeypatch.setattr(models, "_check_delta_net", lambda *_, **__: None)
     config = CONFIGS["qwen3_next"].to_diff_dict()
     config |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     Qwen3NextConfig(**config).save_pretrained(tmp_path)

@@ -9,26 +9,27 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig
 
 from forge.core.errors import ConfigError
-from forge.rl.model.precision import computes_bfloat16
 from services.inference.engine_settings import VllmSettings
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.capabilities import Role
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm.exchange import names
 from services.inference.engines.vllm.hand_off import require_nixl, transfer_config
+from services.inference.engines.vllm.models import (
+    architecture_of,
+    has_delta_nets,
+    has_latent_attention,
+    served_dtype,
+)
 
 MOST_TOP_LOGPROBS = 20
 _LEAST_PASS_TOKENS = 2048
 _WEIGHTLESS_DRAFTS = ("ngram", "suffix", "custom_class")
 _CPU_BLOCK_TOKENS = 32
 _DEVICES = ("tensor_parallel_size", "pipeline_parallel_size")
-_DELTA_NET = "linear_key_head_dim"
-"""In the config of a model with gated delta nets, for example Qwen 3 Next."""
 _ENVIRONMENT = {
     # The machine belongs to the worker's settings: no pinning to cores that others use, too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -59,94 +60,6 @@ def prepare_environment(options: EngineOptions) -> None:
 
 def _is_eager_on_cpu(options: EngineOptions) -> bool:
     return options.device == "cpu" and options.extra.get("enforce_eager", True) is True
-
-
-def architecture_of(model_path: str) -> str:
-    """Return the name of the model's class. Raises ConfigError for a config without one."""
-    try:
-        config = AutoConfig.from_pretrained(model_path)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"model_path = {model_path!r}: {error}") from error
-    named = getattr(config, "architectures", None)
-    found = named[0] if named else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if not isinstance(found, str):
-        raise ConfigError(f"model_path = {model_path!r}: no causal model of {config.model_type!r}")
-    return found
-
-
-def check_model(model_path: str, *, device: str, dtype: str = "auto") -> None:
-    """Raises ConfigError for a model that vLLM does not have, or not on this device."""
-    from vllm import ModelRegistry
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    name = architecture_of(model_path)
-    if name not in ModelRegistry.get_supported_archs():
-        raise ConfigError(
-            f"model_path = {model_path!r}: vLLM has no {name}; engine = 'embedded' runs any model "
-            "of transformers that it computes exactly"
-        )
-    if device != "cpu":
-        return
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
-    heads = getattr(config, "num_attention_heads", 0)
-    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    # vLLM accepts such a model and ends at its first request.
-    if size and size not in sizes:
-        raise ConfigError(
-            f"model_path = {model_path!r}: heads of {size}; vLLM's attention on CPUs has "
-            f"{', '.join(map(str, sizes))}"
-        )
-    if hasattr(config, _DELTA_NET):
-        _check_delta_net(model_path, config, dtype=served_dtype(model_path, dtype, device=device))
-
-
-def served_dtype(model_path: str, chosen: str, *, device: str) -> str:
-    """Return the type to serve in. vLLM's own auto would serve float32 models in 16 bits, and
-    bfloat16 on a CPU that has to emulate it."""
-    if chosen != "auto":
-        return chosen
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
-    stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    # Gated delta nets have no other type on a CPU.
-    emulated = device == "cpu" and not computes_bfloat16(torch.device(device))
-    if stored == "bfloat16" and emulated and not hasattr(config, _DELTA_NET):
-        return "float32"
-    return stored
-
-
-def _check_delta_net(model_path: str, config: Any, *, dtype: str) -> None:
-    """Compute one token as vLLM's linear attention does, which accepts such a model and ends at its
-    first request. Raises ConfigError."""
-    from vllm._custom_ops import chunk_gated_delta_rule_cpu
-
-    if dtype != "bfloat16":
-        raise ConfigError(
-            f"dtype = {dtype!r}: vLLM's linear attention on CPUs computes in bfloat16 alone"
-        )
-    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
-    try:
-        chunk_gated_delta_rule_cpu(
-            query=torch.zeros(1, 1, keys, key_size, dtype=torch.bfloat16),
-            key=torch.zeros(1, 1, keys, key_size, dtype=torch.bfloat16),
-            value=torch.zeros(1, 1, values, value_size, dtype=torch.bfloat16),
-            g=torch.zeros(1, 1, values),
-            beta=torch.zeros(1, 1, values, dtype=torch.bfloat16),
-            initial_state=torch.zeros(1, values, key_size, value_size),
-            output_final_state=True,
-            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-            head_first=False,
-            use_qk_l2norm_in_kernel=True,
-            initial_state_indices=torch.zeros(1, dtype=torch.int32),
-        )
-    except RuntimeError as error:
-        raise ConfigError(
-            f"model_path = {model_path!r}: linear_num_key_heads = {keys}, linear_num_value_heads = "
-            f"{values}, linear_key_head_dim = {key_size}, linear_value_head_dim = {value_size}: "
-            f"vLLM's linear attention on CPUs refuses them ({str(error).splitlines()[0]}); serve "
-            "this model on a GPU"
-        ) from error
 
 
 def block_size(options: EngineOptions) -> int:
@@ -233,22 +146,22 @@ def is_one_device(options: EngineOptions) -> bool:
 
 
 def caches_prefixes(options: EngineOptions) -> bool:
-    """Whether vLLM has a prefix cache. For recurrent layers it needs prompts in several passes."""
+    """Whether vLLM has a prefix cache. On a CPU latent attention has none, and for recurrent layers
+    it needs prompts in several passes."""
     config = AutoConfig.from_pretrained(options.model_path).get_text_config()
-    return options.device != "cpu" or not hasattr(config, _DELTA_NET)
-
-
-def meta_model(model_path: str) -> Any:
-    """Return the model of transformers without data: names, shapes and ties of a checkpoint."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    lacks = has_delta_nets(config) or has_latent_attention(config)
+    return options.device != "cpu" or not lacks
 
 
 def _overrides(options: EngineOptions) -> dict[str, Any]:
     """Return changes of config.json."""
     config = AutoConfig.from_pretrained(options.model_path)
     narrow_head = options.extra.get("quantization") or hasattr(config, "quantization_config")
+    # What transformers computes for any DeepSeek V3; vLLM reads it from fields that a config
+    # which transformers writes may lack.
+    routes = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return {
+        **(routes if config.model_type == "deepseek_v3" else {}),
         "architectures": [architecture_of(options.model_path)],
         # The trainer's head computes in float32. Logits in 16 bits have steps of 1/8 above 16.
         # vLLM refuses another type for a quantized head.
@@ -376,7 +289,12 @@ def _defaults(options: EngineOptions) -> dict[str, Any]:
         return {}
     # Compilation takes a minute or more, which pays on a GPU alone. By its name, this executor
     # would be replaced by one with another process, for a pinning that is off here.
-    return {"enforce_eager": True, "distributed_executor_backend": UniProcExecutor}
+    found = {"enforce_eager": True, "distributed_executor_backend": UniProcExecutor}
+    config = AutoConfig.from_pretrained(options.model_path).get_text_config()
+    if has_latent_attention(config):
+        # The kernel for processors with AMX has no float32, and frees weights that a reload needs.
+        found["attention_config"] = {"backend": "CPU_MLA"}
+    return found
 
 
 def _check_extra(options: EngineOptions, ours: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ def _model(model_path: str) -> EngineFinding:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
 
-    from services.inference.engines.vllm.arguments import check_model
+    from services.inference.engines.vllm.models import check_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

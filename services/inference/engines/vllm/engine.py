@@ -37,7 +37,7 @@ from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.probes import check_probe, probe_ids
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.vllm import arguments, sampling
+from services.inference.engines.vllm import arguments, models, sampling
 from services.inference.engines.vllm.abilities import capabilities_of
 from services.inference.engines.vllm.cache_events import (
     REPORT_REUSED,
@@ -125,7 +125,7 @@ class VllmEngine:
         """Start vLLM's process, without weights. Raises ConfigError, Unavailable if the process
         ends."""
         limits = read_limits(options.model_path, context_tokens=options.context_tokens)
-        arguments.check_model(options.model_path, device=options.device, dtype=options.dtype)
+        models.check_model(options.model_path, device=options.device, dtype=options.dtype)
         arguments.prepare_environment(options)
         sockets = EventSockets()
         follower = CacheFollower(sockets, CacheEvents(block_tokens=options.block_tokens))
@@ -135,7 +135,7 @@ class VllmEngine:
             # Blocks the event loop while vLLM loads: its sockets belong to the loop that they are
             # made on, and the worker serves nothing before.
             processes = Processes.start(AsyncEngineArgs(**chosen))
-            model = arguments.meta_model(options.model_path)
+            model = models.meta_model(options.model_path)
             able = capabilities_of(options, role)
             checkpoint = Checkpoint(
                 model, served=processes.llm.model_config.dtype, drafts=able.drafts

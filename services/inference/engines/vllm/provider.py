@@ -45,6 +45,6 @@ def check(
     """Raises ConfigError without vLLM, for the second model runner, and for a model that vLLM does
     not have, or not on this device."""
     require_vllm()
-    from services.inference.engines.vllm.arguments import check_model
+    from services.inference.engines.vllm.models import check_model
 
     check_model(model_path, device=device, dtype=dtype)

@@ -29,7 +29,7 @@ from services.inference.engines.base import (
 from services.inference.engines.capabilities import Role
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.vllm.arguments import architecture_of, settings_of
+from services.inference.engines.vllm.arguments import settings_of
 from services.inference.engines.vllm.engine import VllmEngine
 from services.inference.engines.vllm.hand_off import (
     NOTHING,
@@ -40,6 +40,7 @@ from services.inference.engines.vllm.hand_off import (
     Saving,
 )
 from services.inference.engines.vllm.leg import Leg
+from services.inference.engines.vllm.models import architecture_of
 
 
 class _Role(Served):

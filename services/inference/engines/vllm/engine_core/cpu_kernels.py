@@ -1,23 +1,46 @@
-"""In vLLM's process on a CPU: a kernel of its rejection sampler that has no effect.
+"""In vLLM's process on a CPU: two kernels of vLLM 0.32 that compute something else.
 
-vLLM 0.32 spreads temperature, top_k and top_p of each request over the rows of its drafts by a copy
-in whole numbers, which it drops. The rows then have what their memory had before: log-probs are
-wrong, or not finite.
+Its rejection sampler spreads temperature, top_k and top_p of each request over the rows of its
+drafts by a copy in whole numbers, which it drops. The rows then have what their memory had before:
+log-probs are wrong, or not finite.
+
+Its rotary embedding takes the distance of two heads for that of two tokens if queries have a
+dimension for heads, as those of latent attention (DeepSeek V3) have: it rotates each head of a
+token by another position.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import register_kernels
 
 _EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
+_ROTARY_KERNEL = RotaryEmbedding.forward_cpu
 
 
 def install() -> None:
-    """Replace the kernel, on a CPU."""
+    """Replace the kernel of the rejection sampler, on a CPU."""
     if current_platform.is_cpu():
         register_kernels({_EXPAND: expand})
+
+
+def mend_rotary_embedding() -> None:
+    """Use the kernel of the rotary embedding for queries without a dimension for heads alone. Call
+    it before the model is built: layers keep the method."""
+    RotaryEmbedding.forward_cpu = _forward_cpu
+
+
+def _forward_cpu(
+    rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> Any:
+    """See `RotaryEmbedding.forward_cpu`."""
+    has_heads = query.dim() > positions.dim() + 1
+    forward = type(rotary).forward_native if has_heads else _ROTARY_KERNEL
+    return forward(rotary, positions, query, key)
 
 
 def expand(

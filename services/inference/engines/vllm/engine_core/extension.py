@@ -155,5 +155,6 @@ def _tensor(
     return name, from_bytes(part, dtype=dtype, shape=tuple(shape))
 
 
+cpu_kernels.mend_rotary_embedding()
 if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, ForgeTransfer)
