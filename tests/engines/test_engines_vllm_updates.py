@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from errno import ENOMEM
 from importlib import import_module
 from pathlib import Path
 from threading import Event
@@ -18,6 +19,7 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import ResourceExhausted, Unavailable
+from services.inference.engines.base import Probe, UnfitWeights
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Answer, Pair, is_greedy, prompt_ids, published, reference
 from tests.support.runtime.waiting import until
@@ -91,6 +93,78 @@ async def test_answers_are_sampled_while_new_weights_are_copied(
     sampled.set()
     await update
     assert is_greedy(new, ids, (await pair.sample(ids)).ids)
+
+
+async def test_update_without_memory_for_its_copy_changes_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker tries it again later; the version in service is not loaded again."""
+    vllm = engine_of(pair)
+    salt, full = vllm._salt, OSError(ENOMEM, "Cannot allocate memory")
+    copies = failing_copies(monkeypatch, full, after=0)
+    with pytest.raises(ResourceExhausted, match="weights 2 could not be copied"):
+        await pair.load(published(reference("qwen3", seed=1)), version=2)
+    assert (len(copies), vllm._salt) == (1, salt)
+    monkeypatch.undo()
+    ids = prompt_ids(20)
+    assert is_greedy(reference("qwen3"), ids, (await pair.sample(ids)).ids)
+    await pair.load(published(reference("qwen3", seed=1)), version=2)
+    assert set((await pair.sample(ids)).versions) == {2}
+
+
+def failing_copies(monkeypatch: pytest.MonkeyPatch, error: OSError, *, after: int) -> list[int]:
+    """Have copies of weights fail after so many; return their versions."""
+    module: Any = import_module("services.inference.engines.vllm.staging")
+    whole, versions = module.shared, list[int]()
+
+    @contextmanager
+    def failing(staged: Any) -> Iterator[dict[str, Any]]:
+        versions.append(staged.version)
+        if len(versions) > after:
+            raise error
+        with whole(staged) as update:
+            yield update
+
+    monkeypatch.setattr(module, "shared", failing)
+    return versions
+
+
+async def test_refused_weights_that_cannot_be_replaced_end_the_worker(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for the version before them: no request could be answered."""
+    vllm = engine_of(pair)
+    copies = failing_copies(monkeypatch, OSError(ENOMEM, "Cannot allocate memory"), after=1)
+    wrong = Probe(ids=tuple(prompt_ids(8)), logprobs=(0.0,) * 7)
+    with pytest.raises(UnfitWeights):
+        await pair.prefill.load(published(reference("qwen3", seed=1)), version=2, probe=wrong)
+    assert copies == [2, 1]
+    await until(lambda: not vllm._watch.alive)
+    await import_module("tests.contract.vllm_engine").stop()
+
+
+async def test_probe_that_is_never_computed_ends_the_worker(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM hangs: requests would wait for the trial of these weights for ever."""
+    vllm = engine_of(pair)
+
+    async def hanging(*_: Any) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(vllm._llm, "generate", hanging)
+    serve = vllm._serve
+
+    async def serve_at_length(staged: Any) -> None:
+        await serve(staged)
+        vllm._timeout_s = 0.01
+
+    monkeypatch.setattr(vllm, "_serve", serve_at_length)
+    with pytest.raises(Unavailable, match="has not computed the probe of weights 2 in time"):
+        await pair.load(published(reference("qwen3", seed=1)), version=2)
+    await until(lambda: not vllm._watch.alive)
+    await import_module("tests.contract.vllm_engine").stop()
 
 
 async def test_update_that_fails_in_vllms_process_ends_the_worker(

@@ -213,11 +213,11 @@ class VllmEngine:
             finished = True
             raise Unavailable(self._processes.why_ended()) from error
         finally:
-            if collector is not None and not finished:
-                await self._llm.abort(collector.request_id, internal=True)
+            leg.close()
             if collector is not None:
                 collector.close()
-            leg.close()
+                if not finished:
+                    await self._llm.abort(collector.request_id, internal=True)
 
     def _expert_rows(self, prompt: Prompt) -> ExpertRows | None:
         start = prompt.sampling.routes_from
@@ -281,11 +281,13 @@ class VllmEngine:
     async def load(
         self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
     ) -> None:
-        """See `Engine`. When vLLM fails in the middle of an update, its process is ended."""
+        """See `Engine`. When vLLM fails in the middle of an update, its process is ended. Raises
+        ResourceExhausted without memory for the copy."""
         async with self._update:
             probe_ids(probe, self.limits, version=version)
             staged = await asyncio.to_thread(self._checkpoint.stage, tensors, version=version)
             trial = self._trials[version] = asyncio.get_running_loop().create_future()
+            salt = self._salt
             try:
                 await self._serve(staged)
                 await self._try(staged, probe)
@@ -293,13 +295,22 @@ class VllmEngine:
                 self._served, self.version = staged, version
                 await self._log_drafts()
             except ForgeError:
-                self._refused.add(version)
-                if self._served is not None and not self._lost:
-                    await self._serve(self._served)
+                if self._salt != salt:
+                    self._refused.add(version)
+                    await self._return_to_served()
                 raise
             finally:
                 trial.set_result(None)
                 del self._trials[version]
+
+    async def _return_to_served(self) -> None:
+        """Load the weights before those on trial again."""
+        if self._served is None or self._lost:
+            return
+        try:
+            await self._serve(self._served)
+        except ResourceExhausted as error:
+            self._end(f"vLLM has refused weights {self._loaded} and cannot return: {error}")
 
     async def _log_drafts(self) -> None:
         if self.capabilities.drafts:
@@ -345,11 +356,16 @@ class VllmEngine:
             cache_salt=f"probe {staged.version}",
         )
         name = f"probe-{staged.version}"
+        outputs = self._llm.generate(inputs, params, name)
         try:
-            async with aclosing(self._llm.generate(inputs, params, name)) as outputs:
+            async with asyncio.timeout(self._timeout_s), aclosing(outputs):
                 *_, last = [output async for output in outputs]
         except EngineDeadError as error:
             raise Unavailable(self._processes.why_ended()) from error
+        except TimeoutError as error:
+            late = f"vLLM has not computed the probe of weights {staged.version} in time"
+            self._end(late)
+            raise Unavailable(late) from error
         entries = zip(ids[1:], last.prompt_logprobs[1:], strict=False)
         found = [entry[token].logprob for token, entry in entries]
         if probe is not None and len(found) < len(probe.logprobs):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_intdigest
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import InvalidArgument, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.rl.model.hub_names import HubNames
 from forge.rl.mtp.heads import MtpHeads
@@ -170,9 +170,16 @@ def _weights_of(model: torch.nn.Module) -> Iterator[Weight]:
 
 @asynccontextmanager
 async def copied(staged: Staged) -> AsyncIterator[dict[str, Any]]:
-    """Copy as `shared` on a thread, while the event loop serves."""
+    """Copy as `shared` on a thread, while the event loop serves. Raises ResourceExhausted without
+    memory for it."""
     with ExitStack() as stack:
-        yield await run_to_end(partial(stack.enter_context, shared(staged)))
+        try:
+            update = await run_to_end(partial(stack.enter_context, shared(staged)))
+        except OSError as error:
+            raise ResourceExhausted(
+                f"weights {staged.version} could not be copied for vLLM: {error}"
+            ) from error
+        yield update
 
 
 @contextmanager
