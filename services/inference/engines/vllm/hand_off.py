@@ -172,6 +172,9 @@ class CopyHandOffs:
         copy = await self._room(len(span.data))
         try:
             await run_to_end(partial(copy.memory.write, span.data))
+        except OSError as error:
+            copy.close()
+            raise _without_memory(error) from error
         except BaseException:
             copy.close()
             raise
@@ -180,7 +183,11 @@ class CopyHandOffs:
 
     async def _room(self, size: int) -> _Copy:
         await self._budget.take(size)
-        return _Copy(self._budget, size)
+        try:
+            return _Copy(self._budget, size)
+        except OSError as error:
+            self._budget.give(size)
+            raise _without_memory(error) from error
 
 
 class _Remote:
@@ -236,6 +243,10 @@ def transfer_config(kind: Literal["copy", "nixl"], *, role: str) -> Mapping[str,
         module, name = KV_CONNECTOR
         return {"kv_connector": name, "kv_connector_module_path": module, **common}
     return {"kv_connector": NIXL_CONNECTOR, **common}
+
+
+def _without_memory(error: OSError) -> ResourceExhausted:
+    return ResourceExhausted(f"no memory for keys and values: {error}", retry_after_s=0.5)
 
 
 def _refused(reason: str, words: str) -> RefusedHandOff:

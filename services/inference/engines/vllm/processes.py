@@ -18,6 +18,7 @@ from forge.core.routes import RouteShape
 from forge.runtime.telemetry import log
 from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.vllm.engine_output import EngineOutput
+from services.inference.engines.vllm.exchange.names import WORKER_PID
 from services.inference.engines.vllm.staging import Checkpoint
 
 _FAILED_CORES = re.compile(r"'[^']*': (-?\d+)")
@@ -36,9 +37,10 @@ class Processes:
 
     @classmethod
     def start(cls, chosen: AsyncEngineArgs) -> Processes:
-        """Start them; blocks until the model is built. Raises ConfigError for arguments that vLLM
-        refuses, Unavailable if a process ends."""
+        """Start them, to end with this process; blocks until the model is built. Raises ConfigError
+        for arguments that vLLM refuses, Unavailable if a process ends."""
         output = EngineOutput()
+        os.environ[WORKER_PID] = str(os.getpid())
         try:
             with output.inherited():
                 llm = AsyncLLM.from_engine_args(chosen)
@@ -51,10 +53,9 @@ class Processes:
         return cls(llm, output)
 
     async def prepare(self, checkpoint: Checkpoint, *, model: str, able: Capabilities) -> None:
-        """Have them end when this process ends, also by SIGKILL; sample as `answer_logits` does
-        unless they draft; draft as `draft_heads` does with the ability `drafts`. Raises ConfigError
-        for a model that loses weights in an update."""
-        await self.call("forge_end_with", os.getpid())
+        """Have them sample as `answer_logits` does unless they draft; draft as `draft_heads` does
+        with the ability `drafts`. Raises ConfigError for a model that loses weights in an
+        update."""
         if able.shares:
             await self.call("forge_answer_sampler")
         else:

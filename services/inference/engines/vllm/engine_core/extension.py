@@ -33,19 +33,13 @@ from services.inference.engines.vllm.engine_core import (
 )
 from services.inference.engines.vllm.engine_core.answer_logits import install
 from services.inference.engines.vllm.exchange.kv_format import Layout, layout_of
-from services.inference.engines.vllm.exchange.names import WEIGHT_BACKEND
+from services.inference.engines.vllm.exchange.names import WEIGHT_BACKEND, WORKER_PID
 from services.inference.engines.vllm.exchange.shared_memory import Address, open_shared
 from services.inference.engines.weight_checks import DRAFT_PREFIX
 
 
 class WorkerExtension:
     """Methods for `collective_rpc`."""
-
-    def forge_end_with(self, worker_pid: int) -> None:
-        """End this process when the worker ends, also by SIGKILL."""
-        # Not PR_SET_PDEATHSIG, which means the thread that started this process.
-        worker = os.pidfd_open(worker_pid)
-        Thread(target=_end_after, args=(worker,), daemon=True, name="forge-worker-watch").start()
 
     def forge_kv_layout(self) -> Layout:
         """Return the layers of the keys and values."""
@@ -90,6 +84,20 @@ class WorkerExtension:
             return "", reload.lost(runner.get_model(), runner.model_config, zeros)
         except Exception as error:
             return f"{type(error).__name__}: {error}", []
+
+
+def end_with_worker() -> None:
+    """End this process when the worker ends, also by SIGKILL and while the model is built, which
+    takes minutes."""
+    pid = os.environ.get(WORKER_PID)
+    if pid is None:
+        return
+    try:
+        # Not PR_SET_PDEATHSIG, which means the thread that started this process.
+        worker = os.pidfd_open(int(pid))
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Thread(target=_end_after, args=(worker,), daemon=True, name="forge-worker-watch").start()
 
 
 def _end_after(process: int) -> None:
@@ -155,6 +163,7 @@ def _tensor(
     return name, from_bytes(part, dtype=dtype, shape=tuple(shape))
 
 
+end_with_worker()
 cpu_kernels.mend_rotary_embedding()
 if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, ForgeTransfer)

@@ -10,5 +10,7 @@ KV_CONNECTOR = (f"{_ENGINE_CORE}.kv_connector", "KvCopies")
 """Module and class."""
 WEIGHT_BACKEND = "forge"
 """Backend of weight transfer, which `extension` registers."""
+WORKER_PID = "FORGE_VLLM_WORKER_PID"
+"""In the environment of vLLM's processes: the process with which they end."""
 SAVE, LOAD, TOKENS = "forge_save", "forge_load", "forge_tokens"
 """Keys of `kv_transfer_params`: addresses of memory to fill, or to load with a number of tokens."""
