@@ -106,7 +106,7 @@ def patch(model: nn.Module) -> None:
     for module in wide_modules(model):
         module.forward = partial(_in_float32, module)
     for module in model.modules():
-        if not isinstance(module, nn.Linear) and _matrices_of(module):
+        if not isinstance(module, nn.Linear) and matrices_of(module):
             module.forward = partial(_in_matrix_type, module)
     scans.patch(model)
 
@@ -138,7 +138,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     wide = {id(one) for module in wide_modules(model) for one in module.parameters()}
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        found.update((id(one), one) for one in _matrices_of(module).values())
+        found.update((id(one), one) for one in matrices_of(module).values())
     return [one for identity, one in found.items() if identity not in wide]
 
 
@@ -156,7 +156,7 @@ def wide_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _matrices_of(module: nn.Module) -> dict[str, nn.Parameter]:
+def matrices_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a linear layer, its bias too, or of several experts in one tensor
     [experts, out, in]."""
     linear = isinstance(module, nn.Linear)
@@ -181,7 +181,7 @@ def _widened(value: Any) -> Any:
 def _in_matrix_type(module: nn.Module, *given: Any, **named: Any) -> Any:
     rounded = {
         name: one.to(kind)
-        for name, one in _matrices_of(module).items()
+        for name, one in matrices_of(module).items()
         if one.dtype != (kind := matrix_type(one))
     }
     with with_parameters(module, rounded):

@@ -7,8 +7,8 @@ type of the parameters, as of the check before training, stay as they are.
 
 from __future__ import annotations
 
-from functools import cache
-from types import MethodType
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from forge.core.errors import InvalidArgument
 from forge.rl.model.forked_states import is_recurrent
+from forge.rl.model.narrow_layers import wide_vectors
 from forge.rl.parallel.sharding import layers_of
 
 
@@ -30,7 +31,7 @@ def compile_layers(model: nn.Module) -> None:
     if reason:
         raise InvalidArgument(f"the layers of {type(model).__name__} are not compiled: {reason}")
     for layer in layers:
-        layer.forward = MethodType(_forward, layer)
+        layer.forward = partial(_forward, layer, layer.forward)
 
 
 def _uncompilable(model: nn.Module) -> str:
@@ -44,11 +45,13 @@ def _uncompilable(model: nn.Module) -> str:
     return ""
 
 
-def _forward(layer: nn.Module, *given: Any, **named: Any) -> Any:
-    own = type(layer).forward
+def _forward(layer: nn.Module, other: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """`other` computes the passes that are not compiled."""
     narrow = torch.is_autocast_enabled(next(layer.parameters()).device.type)
-    run = _compiled(own) if narrow and named.get("tree") is not None else own
-    return run(layer, *given, **named)
+    if not narrow or named.get("tree") is None:
+        return other(*given, **named)
+    with wide_vectors(layer):
+        return _compiled(type(layer).forward)(layer, *given, **named)
 
 
 @cache

@@ -1,15 +1,17 @@
-"""Layers whose weights are in 16 bits, in passes that compute in a wider type.
+"""Layers that are gathered, or kept, in 16 bits.
 
 Frozen matrices may be kept in 16 bits (`numerics.store_frozen_narrow`), and ranks may gather
-layers in them (`forge.rl.parallel.sharding`). Training computes in that type, but the check before
-it does not. Owns the weights of such passes: a layer widens its own, and in the backward once more,
-so that no copy of the model is kept.
+layers in them (`forge.rl.parallel.sharding`). A pass under autocast multiplies in that type, but
+norms and other parameters that autocast does not round compute in float32: `norm * x` of two
+tensors in 16 bits would be rounded once more than the engine's. The check before training computes
+all in a wider type. Owns the weights of both: a layer widens its own, and in the backward once
+more, so that no copy of the model is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,16 +21,33 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.rl.model.recomputation import recomputed
-from forge.rl.numerics import is_narrow, matrix_type, wide_modules, with_parameters
+from forge.rl.numerics import (
+    is_narrow,
+    matrices_of,
+    matrix_type,
+    wide_modules,
+    with_parameters,
+)
 
 
-def widen_in_wide_passes(model: nn.Module) -> None:
-    """Let each layer, and each linear layer outside of them, widen its weights. Idempotent. The
-    head is wide, and has a forward of its own (`numerics.patch`)."""
+def widen_layers(model: nn.Module) -> None:
+    """Let each layer, and each linear layer outside of them, widen weights where a pass needs it.
+    Idempotent. The head is wide, and has a forward of its own (`numerics.patch`)."""
     wide = wide_modules(model)
     for module in _outermost(model):
         if module not in wide:
             module.forward = partial(_forward, module)
+
+
+@contextmanager
+def wide_vectors(module: nn.Module) -> Iterator[None]:
+    """Context of a pass under autocast, in which parameters in 16 bits are float32 where autocast
+    does not round them: those of norms, scans and convolutions."""
+    with ExitStack() as stack:
+        for inner, name, one in list(_narrow(module)):
+            if name not in matrices_of(inner):
+                stack.enter_context(with_parameters(inner, {name: one.float()}))
+        yield
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
@@ -42,7 +61,10 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
 def _forward(module: nn.Module, *given: Any, **named: Any) -> Any:
     own = partial(type(module).forward, module)
     kind = matrix_type(given[0] if given else next(iter(named.values())))
-    if is_narrow(kind) or not any(_narrow(module)):
+    if is_narrow(kind):
+        with wide_vectors(module):
+            return own(*given, **named)
+    if not any(_narrow(module)):
         return own(*given, **named)
     wide = partial(_widened, module, kind)
     if not torch.is_grad_enabled():

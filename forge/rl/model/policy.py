@@ -37,7 +37,7 @@ from forge.rl.model.capabilities import (
 )
 from forge.rl.model.forked_states import NO_PARTS, fork_states, tree_input
 from forge.rl.model.head_logprobs import distributions, edge_columns
-from forge.rl.model.narrow_layers import widen_in_wide_passes
+from forge.rl.model.narrow_layers import widen_layers
 from forge.rl.model.replay import Replay, start_replay
 from forge.rl.model.shared_rows import shared_columns
 from forge.rl.parallel.context_parallel import (
@@ -122,7 +122,7 @@ class TreePolicy:
                     f"mesh.tp = {world.shape.tp} is not allowed for {self.family}: {reason}"
                 )
         if world.meshes is not None:
-            widen_in_wide_passes(self.model)
+            widen_layers(self.model)
             shard(self._entry, world, narrow=narrow)
 
     def run(self, compute: Callable[[], T]) -> T:

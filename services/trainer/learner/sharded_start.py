@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forge.core.errors import DataLoss, InvalidArgument
-from forge.rl.model.narrow_layers import widen_in_wide_passes
+from forge.rl.model.narrow_layers import widen_layers
 from forge.rl.numerics import store_frozen_narrow
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import World
@@ -86,7 +86,7 @@ def place(model: Any, path: Path, *, device: torch.device, autocast: torch.dtype
     if autocast is not None and not all(one.requires_grad for one in model.parameters()):
         lossless = _same_in_files(model, path, autocast) if empty else None
         store_frozen_narrow(model, autocast, lossless=lossless)
-        widen_in_wide_passes(model)
+        widen_layers(model)
     if not empty:
         model.to(device)
 

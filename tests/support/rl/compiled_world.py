@@ -1,7 +1,8 @@
 """Compiled layers on ranks that shard a model: `torchrun --nproc-per-node N MODULE`.
 
 Prints, on rank 0, one JSON object: "<type in which layers are gathered>": the largest relative
-difference of loss and gradients to those of one process with compiled layers.
+difference of loss and gradients to those of one process with compiled layers. The check before
+training passes first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.compiled import compile_layers
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import check_policy
 from forge.rl.parallel.world import World, whole
 from tests.support.rl.meshes import print_cases
 from tests.support.rl.models import Gradient, tiny_model
@@ -26,6 +28,8 @@ def gradient(world: World | None, narrow: torch.dtype | None = None) -> Gradient
     if world is not None:
         policy.spread(world, narrow=narrow)
     compile_layers(model)
+    check_policy(policy)
+    assert not policy.unmerged
     learner = Learner(policy, LearnerConfig(token_budget=40, objective=CISPO))
     loss, _ = learner.accumulate(planned(learner, samples()))
     named = model.named_parameters()
