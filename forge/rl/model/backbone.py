@@ -8,13 +8,15 @@ Shapes: L tokens of a pass, R logit rows, C hidden channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 
+from forge.core.errors import InvalidArgument
 from forge.rl import numerics
 from forge.rl.attention.tree_attention import over_tree
 
@@ -66,17 +68,43 @@ class Backbone:
             router_logits=getattr(output, "router_logits", None) or (),
         )
 
-    def with_head(
-        self, inputs: dict[str, Any], places_R: Tensor, *, states: bool
-    ) -> tuple[BackboneOutput, Tensor]:
-        """One pass with the model's own head: logits [R, V] of the tokens `places_R`. The output
-        has states only with `states`; these are after the norm."""
+    def up_to_head(self, inputs: dict[str, Any]) -> BackboneOutput:
+        """One pass of the model's own forward without its head: the states are the head's input,
+        after the norm, and no logits are computed.
+
+        Raises `InvalidArgument` for a model that does not call its head once, on all tokens.
+        """
+        calls: list[Tensor] = []
+        head = self._model.get_output_embeddings()
+
+        def record(states_BLC: Tensor) -> Tensor:
+            calls.append(states_BLC)
+            # Operations on logits, as a scale, then compute nothing and take no memory.
+            shape = (*states_BLC.shape[:-1], len(head.weight))
+            return states_BLC.new_empty(shape, device="meta")
+
+        with numerics.own_attention(), _with_forward(head, record):
+            output = self._model(**inputs)
+        if len(calls) != 1 or calls[0].shape[:2] != inputs["input_ids"].shape:
+            raise InvalidArgument(
+                f"{type(self._model).__name__} does not compute logits by its head alone"
+            )
+        return BackboneOutput(
+            states_LC=calls[0][0],
+            norm=None,
+            normed_LC=calls[0][0].detach(),
+            router_logits=getattr(output, "router_logits", None) or (),
+        )
+
+    def with_head(self, inputs: dict[str, Any], places_R: Tensor) -> tuple[BackboneOutput, Tensor]:
+        """One pass with the model's own head: logits [R, V] of the tokens `places_R`. The states
+        are after the norm."""
         keeps_logits = "logits_to_keep" in signature(self._model.forward).parameters
         kept = {"logits_to_keep": places_R} if keeps_logits else {}
         with numerics.own_attention():
-            output = self._model(**inputs, **kept, output_hidden_states=states)
+            output = self._model(**inputs, **kept, output_hidden_states=True)
         logits_RV = output.logits[0] if kept else output.logits[0].index_select(0, places_R)
-        states_LC = output.hidden_states[-1][0] if states else output.logits.new_empty(0, 0)
+        states_LC = output.hidden_states[-1][0]
         backbone = BackboneOutput(
             states_LC=states_LC,
             norm=None,
@@ -84,3 +112,17 @@ class Backbone:
             router_logits=getattr(output, "router_logits", None) or (),
         )
         return backbone, logits_RV
+
+
+@contextmanager
+def _with_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Context in which a module has another forward."""
+    kept = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if kept is None:
+            del module.forward
+        else:
+            module.forward = kept

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,10 @@ FORKED_LAYERS = (
 """Types beside and of recurrent layers (`forge.rl.model.forked_states`)."""
 LENGTH_ROTARY = ("dynamic", "longrope")
 """Rotary embeddings that depend on the length of the whole sequence."""
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+"""Settings of factors on logits."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Settings of caps of logits."""
 
 
 def _number(config: Any, name: str) -> int:
@@ -83,13 +88,19 @@ def layer_elements(width: int, inner: int, *, queries: int, keys: int) -> int:
     return 6 * width + 5 * queries + 5 * keys + 7 * inner
 
 
-def logits_of(config: Any) -> Logits:
-    """Change of the logits by the model: Granite divides them, Cohere multiplies them, Gemma caps
-    them."""
-    scale = getattr(config, "logit_scale", None) or (
-        1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+def logits_of(model: Any) -> Logits:
+    """Change of the logits by the model: Phi adds a bias, Falcon H1 multiplies them, Granite
+    divides them, Gemma caps them."""
+    config = model.config.get_text_config(decoder=True)
+    scale = math.prod(getattr(config, name, None) or 1.0 for name in _FACTORS)
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    multiplied = getattr(config, "model_type", "").startswith("hyperclovax")
+    caps = (getattr(config, name, None) for name in _CAPS)
+    return Logits(
+        bias_V=getattr(model.get_output_embeddings(), "bias", None),
+        scale=scale * divisor if multiplied else scale / divisor,
+        softcap=next(filter(None, caps), 0.0),
     )
-    return Logits(scale=scale, softcap=getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 def stock_attention(config: Any) -> str:
@@ -159,6 +170,9 @@ class Way:
     """Reason why trees are computed sequence by sequence; "" if merged."""
     separate: bool = False
     """Each sample is computed alone, even if it is the beginning of a longer sample."""
+    own_head: bool = False
+    """Unmerged trees take the logits of the model's own forward, all at once: its head does more
+    than `capabilities.logits_of` says."""
 
 
 def one_line(error: BaseException) -> str:
@@ -181,9 +195,11 @@ def weight_of(model: Any) -> Tensor:
 def warn_unmerged(family: str, way: Way) -> None:
     """Log why a model is not trained on merged trees."""
     alone = ", each sample alone" if way.separate else ""
+    logits = ", with all logits of a sequence in memory" if way.own_head else ""
     log.warning(
-        "%s is trained sequence by sequence, without merging prefixes%s: %s",
+        "%s is trained sequence by sequence, without merging prefixes%s%s: %s",
         family,
         alone,
+        logits,
         way.unmerged,
     )

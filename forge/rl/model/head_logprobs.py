@@ -35,8 +35,10 @@ TABLE_STATES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """Operations on a model's logits: scale, then cap."""
+    """Operations on a model's logits: add a bias, scale, then cap."""
 
+    bias_V: Tensor | None = None
+    """The head's bias; None: it has none."""
     scale: float = 1.0
     softcap: float = 0.0
     """Bound by a tanh; 0: none."""
@@ -68,8 +70,11 @@ class _Rows:
             return normed_rC * self.logits.scale
         return normed_rC / (self._temperatures(chunk) / self.logits.scale)
 
-    def cap(self, logits_rV: Tensor, chunk: slice) -> Tensor | None:
-        """Caps logits in place and divides them by the temperature; returns the slopes of this."""
+    def finish(self, logits_rV: Tensor, bias_V: Tensor | None, chunk: slice) -> Tensor | None:
+        """Adds the bias in place; caps logits and divides them by the temperature, and returns the
+        slopes of this."""
+        if bias_V is not None:
+            logits_rV.addr_(self.bias_factors(chunk), bias_V)
         if not self.logits.softcap:
             return None
         temperatures_r1 = self._temperatures(chunk)
@@ -77,6 +82,13 @@ class _Rows:
         slopes_rV = (1 - bent_rV.square()).div_(temperatures_r1)
         bent_rV.mul_(self.logits.softcap / temperatures_r1)
         return slopes_rV
+
+    def bias_factors(self, chunk: slice) -> Tensor:
+        """[r] factor of the bias in the sum with the product that `scaled` prepares."""
+        scales_r = torch.full_like(
+            self.head.temperatures_R[chunk], self.logits.scale, dtype=self.wide
+        )
+        return scales_r if self.logits.softcap else scales_r / self._temperatures(chunk)[:, 0]
 
     def _temperatures(self, chunk: slice) -> Tensor:
         return self.head.temperatures_R[chunk, None].to(self.wide)
@@ -87,7 +99,12 @@ class _EdgeLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states_RC: Tensor, weight_VC: Tensor, rows: _Rows, *norm: Tensor
+        ctx: Any,
+        states_RC: Tensor,
+        weight_VC: Tensor,
+        bias_V: Tensor | None,
+        rows: _Rows,
+        *norm: Tensor,
     ) -> tuple[Tensor, Tensor]:
         head = rows.head
         logprobs_E = weight_VC.new_empty(head.rows_E.shape)
@@ -99,7 +116,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         products = products_of(weight_VC, backbone=rows.backbone_type)
         for chunk, edges in rows.chunks:
             logits_rV = products.logits(rows.scaled(states_RC[chunk], chunk))
-            rows.cap(logits_rV, chunk)
+            rows.finish(logits_rV, bias_V, chunk)
             probs_rV = logits_rV.softmax(-1)
             # log sum exp by the likeliest token, which costs two reads and no table of its own.
             lse_r = logits_rV.amax(-1) - probs_rV.amax(-1).log()
@@ -112,21 +129,22 @@ class _EdgeLogprobs(torch.autograd.Function):
             del logits_rV, probs_rV  # ahead of the next ones, not after
         ctx.rows = rows
         if rows.entropy_gradient:
-            ctx.save_for_backward(states_RC, weight_VC, entropy_R, *norm)
+            ctx.save_for_backward(states_RC, weight_VC, bias_V, entropy_R, *norm)
         else:
-            ctx.save_for_backward(states_RC, weight_VC, *norm)
+            ctx.save_for_backward(states_RC, weight_VC, bias_V, *norm)
             ctx.mark_non_differentiable(entropy_R)
         return logprobs_E, entropy_R
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_E: Tensor, grad_R: Tensor) -> tuple[Tensor | None, ...]:
-        states_RC, weight_VC, *norm = ctx.saved_tensors
+        states_RC, weight_VC, bias_V, *norm = ctx.saved_tensors
         rows: _Rows = ctx.rows
         entropy_R = norm.pop(0) if rows.entropy_gradient else None
         head, products = rows.head, products_of(weight_VC, backbone=rows.backbone_type)
         grad_states_RC = torch.empty_like(states_RC)
         grad_weight_VC = torch.zeros_like(weight_VC) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         trained = [one for one in norm if one.requires_grad]
         grad_norm = [torch.zeros_like(one) for one in trained]
         for chunk, edges in rows.chunks:
@@ -137,7 +155,7 @@ class _EdgeLogprobs(torch.autograd.Function):
             grad_rV, slopes_rV = ctx.kept.pop(chunk.start, None), None
             if grad_rV is None:
                 logits_rV = products.logits(scaled_rC)
-                slopes_rV = rows.cap(logits_rV, chunk)
+                slopes_rV = rows.finish(logits_rV, bias_V, chunk)
                 grad_rV = logits_rV.softmax(-1)
                 del logits_rV
             rows_E = head.rows_E[edges] - chunk.start
@@ -156,6 +174,8 @@ class _EdgeLogprobs(torch.autograd.Function):
                 grad_rV.mul_(slopes_rV)
             if grad_weight_VC is not None:
                 products.add_to_weight(grad_weight_VC, grad_rV, scaled_rC)
+            if grad_bias_V is not None:
+                grad_bias_V.addmv_(grad_rV.T, rows.bias_factors(chunk))
             grad_states_RC[chunk], *shares = torch.autograd.grad(
                 graph_rC, [states_rC, *trained], products.to_states(grad_rV)
             )
@@ -164,7 +184,7 @@ class _EdgeLogprobs(torch.autograd.Function):
             del grad_rV, slopes_rV  # ahead of the next ones
         given = iter(grad_norm)
         grads = (next(given) if one.requires_grad else None for one in norm)
-        return grad_states_RC, grad_weight_VC, None, *grads
+        return grad_states_RC, grad_weight_VC, grad_bias_V, None, *grads
 
 
 def edge_logprobs(
@@ -202,8 +222,9 @@ def edge_logprobs(
             backbone_type=backbone_type,
         )
         parameters = () if norm is None else tuple(norm.parameters())
+        bias_V = None if logits.bias_V is None else logits.bias_V.to(wide)
         logprobs_E, entropy_R = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
-            states_RC, weight_VC.to(wide), rows, *parameters
+            states_RC, weight_VC.to(wide), bias_V, rows, *parameters
         )
     return logprobs_E, entropy_R
 
@@ -211,10 +232,12 @@ def edge_logprobs(
 def distributions(
     states_RC: Tensor, weight_VC: Tensor, temperatures_R: Tensor, logits: Logits
 ) -> Tensor:
-    """[R, V] log-probs over the next token, fp32 or wider; logits are scaled, then capped, then
-    divided by the temperature."""
+    """[R, V] log-probs over the next token, fp32 or wider; `logits`, then the temperature, change
+    the product. Differentiable with respect to the states alone."""
     wide = torch.promote_types(states_RC.dtype, torch.float32)
-    logits_RV = states_RC.to(wide) @ (weight_VC.to(wide).T * logits.scale)
+    logits_RV = states_RC.to(wide) @ (weight_VC.detach().to(wide).T * logits.scale)
+    if logits.bias_V is not None:
+        logits_RV = logits_RV + logits.bias_V.detach().to(wide) * logits.scale
     if logits.softcap:
         logits_RV = torch.tanh(logits_RV / logits.softcap) * logits.softcap
     return (logits_RV / temperatures_R[:, None]).log_softmax(-1)

@@ -108,7 +108,6 @@ class TreePolicy:
         self._entry = Entry(model)
         self._forked = fork_states(model)
         weight_of(model)
-        self._logits = logits_of(config)
         self.attention = AttentionSwitch(model, forked=self._forked, way=way, own=own_attention)
 
     def spread(self, world: World, *, narrow: torch.dtype | None = None) -> None:
@@ -215,10 +214,9 @@ class TreePolicy:
         return columns_T, columns_T[:, -1] if self.entropy_gradient else entropy_E[edges_T]
 
     def distributions(self, states_RC: Tensor, temperatures_R: Tensor) -> Tensor:
-        """[R, V] log-probs over the next token from states as in `states`, fp32 or wider;
-        differentiable with respect to the states alone."""
-        weight_VC = weight_of(self.model).detach()
-        return distributions(states_RC, weight_VC, temperatures_R, self._logits)
+        """[R, V] log-probs over the next token from states as in `states`."""
+        model = self.model
+        return distributions(states_RC, weight_of(model), temperatures_R, logits_of(model))
 
     def plain(self) -> TreePolicy:
         """The same model for log-probs alone: without values, states and load balance."""
@@ -357,8 +355,10 @@ class TreePolicy:
             if self.unmerged:
                 if self.way.separate:
                     forget_lengths(self.model)
-                wanted = self.value_head is not None or self.states is not None
-                backbone, logits_RV = self._backbone.with_head(inputs, head.places_R, states=wanted)
+                if self.way.own_head:
+                    backbone, logits_RV = self._backbone.with_head(inputs, head.places_R)
+                else:
+                    backbone = self._backbone.up_to_head(inputs)
             else:
                 inputs["position_ids"] = part.positions_L.to(self.device)[None]
                 inputs["tree"] = tree_input(part, prefix, forked=self._forked)
@@ -367,7 +367,7 @@ class TreePolicy:
             edge_columns,
             logits_RV=logits_RV,
             weight_VC=weight_of(self.model),
-            logits=self._logits,
+            logits=logits_of(self.model),
             value_head=self.value_head,
             entropy_gradient=self.entropy_gradient,
             backbone_type=self.autocast,

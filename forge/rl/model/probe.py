@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -75,11 +76,17 @@ def examine(policy: TreePolicy) -> Way:
             reason = _difference(policy, way, _short_samples(policy.vocabulary), OWN_BUDGETS)
             if not reason:
                 return way
-            way = Way(unmerged=f"merged, {reason}", separate=way.separate)
-        reason = _difference(policy, way, _short_samples(policy.vocabulary), OWN_BUDGETS[:1])
-    if reason:
-        raise InvalidArgument(f"{policy.family} cannot be trained: by sequence, {reason}")
-    return way
+            way = replace(way, unmerged=f"merged, {reason}")
+        for one in _heads_of(way):
+            reason = _difference(policy, one, _short_samples(policy.vocabulary), OWN_BUDGETS[:1])
+            if not reason:
+                return one
+    raise InvalidArgument(f"{policy.family} cannot be trained: by sequence, {reason}")
+
+
+def _heads_of(way: Way) -> list[Way]:
+    """The way, and the one with the model's own head."""
+    return [way] if way.own_head else [way, replace(way, own_head=True)]
 
 
 def _on_small_copy(policy: TreePolicy) -> Way:
@@ -137,10 +144,10 @@ class SmallProbe:
                 return Way()
             reason = f"merged, a small copy's {found}"
         for separate in (True,) if self._policy.way.separate else (False, True):
-            way = Way(unmerged=reason, separate=separate)
-            found = self.difference(way)
-            if not found:
-                return way
+            for way in _heads_of(Way(unmerged=reason, separate=separate)):
+                found = self.difference(way)
+                if not found:
+                    return way
         raise InvalidArgument(
             f"{self._policy.family} cannot be trained: by sequence, a small copy's {found}"
         )

@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.rl.config import LearnerConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
+from forge.rl.model.capabilities import Way
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.recomputation import recompute_activations
 from forge.rl.parallel.sharding import local
@@ -52,10 +53,12 @@ def measured_bytes(
     *,
     recompute: float = 0.0,
     frozen: int = 0,
+    merged: bool = True,
     adapt: Callable[[Any], object] | None = None,
 ) -> int:
     """Of this rank at the peak of a whole step, in float32, with two `frozen` models of the same
-    size beside the policy: a reference and a teacher. `adapt` inserts adapters; it is the caller's,
+    size beside the policy: a reference and a teacher. Without `merged` trees are computed sequence
+    by sequence. `adapt` inserts adapters; it is the caller's,
     since `tests.support.rl.ranks` imports no service."""
     model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
     if adapt is not None:
@@ -66,6 +69,8 @@ def measured_bytes(
     policies = [TreePolicy(model), *(_frozen() for _ in range(frozen))]
     for policy in policies:
         policy.spread(world)
+        if not merged:
+            policy.attention.use(Way(unmerged="for comparison"))
     learner = Learner(
         policies[0],
         LearnerConfig(

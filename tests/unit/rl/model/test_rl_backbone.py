@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from forge.core.errors import InvalidArgument
 from forge.rl.model.backbone import Backbone
 
 
@@ -48,3 +49,41 @@ def test_norm_that_is_not_last_stays_in_the_model() -> None:
     found = Backbone(model)({"states": states}, normed=False)
     assert found.norm is None
     assert torch.equal(found.states_LC, model.base_model(states).last_hidden_state[0])
+
+
+class Headed(nn.Module):
+    """An embedding and a head, which its forward calls some times; it scales the logits."""
+
+    def __init__(self, *, calls: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5)
+        self._calls = calls
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        states = self.embedding(input_ids)
+        logits = sum(self.head(states) for _ in range(self._calls))
+        return SimpleNamespace(logits=logits * 2.0)
+
+
+def test_pass_up_to_the_head_returns_the_input_of_the_head() -> None:
+    """The head computes nothing meanwhile, and computes as before afterwards."""
+    model, ids = Headed(calls=1), torch.tensor([[1, 4, 2]])
+    logits = model(ids).logits
+    found = Backbone(model).up_to_head({"input_ids": ids})
+    assert torch.equal(found.states_LC, model.embedding(ids)[0]) and found.norm is None
+    assert found.states_LC.requires_grad and model.head.weight.grad is None
+    assert torch.equal(model(ids).logits, logits)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_model_that_computes_logits_otherwise_is_refused(calls: int) -> None:
+    """Its log-probs are not those of one input of its head."""
+    with pytest.raises(InvalidArgument, match=r"Headed does not compute logits by its head alone"):
+        Backbone(Headed(calls=calls)).up_to_head({"input_ids": torch.tensor([[1, 4, 2]])})

@@ -65,7 +65,8 @@ WAYS = {
     "falcon_mamba": "merged",
     "llama4_text": "by sequence",
     "llama4_text, full attention": "by sequence",
-    "phi": "by sequence",
+    "phi": "merged",
+    "recurrent_gemma": "alone",
 }
 
 
@@ -82,6 +83,42 @@ def test_model_family_is_trained_exactly(name: str) -> None:
     alone = "alone" if policy.way.separate else "by sequence"
     assert max(errors_of(policy, deep_samples(policy.model))) <= 1e-5
     assert (alone if policy.unmerged else "merged") == WAYS[name], policy.unmerged
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("falcon_h1", {"lm_head_multiplier": 0.3}),
+        ("hyperclovax", {"logits_scaling": 0.3}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("cohere", {"logit_scale": 0.3}),
+        ("gemma2", {"final_logit_softcapping": 0.7}),
+    ],
+)
+def test_changed_logits_keep_trees_merged(name: str, settings: dict[str, Any]) -> None:
+    """Factors, divisors and caps other than the defaults."""
+    changed = family(name)
+    policy = TreePolicy(build_family(replace(changed, small=settings)))
+    check_policy(policy)
+    assert policy.way == Way()
+
+
+def test_head_that_does_more_computes_all_logits_by_itself() -> None:
+    """A change of the logits that no setting tells; the states that a critic reads stay those of
+    the head's input."""
+
+    class ShiftedForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, *places: Any, **named: Any) -> Any:
+            output = super().forward(*places, **named)
+            output.logits = output.logits + 0.3 * output.logits.square()
+            return output
+
+    torch.manual_seed(0)
+    policy = TreePolicy(ShiftedForCausalLM(LlamaConfig(**SHAPE)))
+    check_policy(policy)
+    assert policy.way.own_head and not policy.way.separate
+    assert "log-probs differ" in policy.unmerged
+    assert max(errors_of(policy, deep_samples(policy.model))) <= 1e-3
 
 
 def test_model_that_attends_later_tokens_is_refused() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from forge.rl.model import head_logprobs
-from forge.rl.model.head_logprobs import Logits, edge_logprobs
+from forge.rl.model.head_logprobs import Logits, distributions, edge_logprobs
 from forge.rl.tree.parts import HeadRows
 
 TOKENS, CHANNELS, VOCABULARY = 7, 5, 11
@@ -29,7 +31,7 @@ def expected(
     """The plain formula, over all logits."""
     head = head_rows()
     rows = hidden[head.places_R] if norm is None else norm(hidden[head.places_R])
-    logits = (rows @ weight.T) * form.scale
+    logits = nn.functional.linear(rows, weight, form.bias_V) * form.scale
     if form.softcap:
         logits = (logits / form.softcap).tanh() * form.softcap
     everything = (logits / head.temperatures_R[:, None]).log_softmax(-1)
@@ -63,6 +65,35 @@ def test_chunks_change_neither_values_nor_gradients(
     torch.testing.assert_close(entropy, entropies, rtol=1e-13, atol=1e-13)
     for mine, theirs in zip(torch.autograd.grad(actual, roots, upstream), gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3])
+@pytest.mark.parametrize("kept_rows", [0, 100])
+@pytest.mark.parametrize("form", [Logits(), Logits(scale=0.3), Logits(scale=2.0, softcap=0.8)])
+def test_bias_of_a_head_is_exact(
+    chunk_rows: int, kept_rows: int, form: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Added before scale, cap and temperature; its gradient, too, equals the plain formula's."""
+    monkeypatch.setattr(head_logprobs, "kept_elements", lambda states: kept_rows * VOCABULARY)
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, CHANNELS, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(VOCABULARY, CHANNELS, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(VOCABULARY, dtype=torch.float64, requires_grad=True)
+    form, roots = replace(form, bias_V=bias), [hidden, weight, bias]
+    upstream = torch.randn(len(head_rows().rows_E), dtype=torch.float64)
+
+    values, entropies = expected(hidden, weight, None, form)
+    gradients = torch.autograd.grad(values, roots, upstream)
+    actual, entropy = edge_logprobs(hidden, weight, head_rows(), logits=form, chunk_rows=chunk_rows)
+    torch.testing.assert_close(actual, values, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(entropy, entropies, rtol=1e-13, atol=1e-13)
+    for mine, theirs in zip(torch.autograd.grad(actual, roots, upstream), gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    head = head_rows()
+    all_RV = distributions(hidden[head.places_R], weight, head.temperatures_R.double(), form)
+    torch.testing.assert_close(all_RV[head.rows_E, head.targets_E], values)
+    grads = torch.autograd.grad(all_RV.sum(), roots, allow_unused=True)
+    assert [one is not None for one in grads] == [True, False, False]
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3])

@@ -12,7 +12,14 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 from forge.core import prefix_tree
 from forge.core.errors import InvalidArgument
@@ -169,10 +176,18 @@ def models() -> dict[str, Any]:
         "soft-capped": Gemma2ForCausalLM(soft),
         "divided": GraniteForCausalLM(divided),
         "by sequence": tiny_model("llama4", torch.float32),
+        "biased": biased(),
     }
 
 
-@pytest.mark.parametrize("which", ["plain", "soft-capped", "divided", "by sequence"])
+def biased() -> Any:
+    """Its head has a bias that is not zero."""
+    model = PhiForCausalLM(PhiConfig(**SHAPE))
+    torch.nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+@pytest.mark.parametrize("which", ["plain", "soft-capped", "divided", "by sequence", "biased"])
 def test_draft_head_target_is_the_policys_distribution(which: str) -> None:
     """The target has the log-probs that the policy gives to the tokens."""
     policy = TreePolicy(models()[which])

@@ -29,8 +29,7 @@ class ModelHead:
         weight = getattr(head, "weight", None)
         self._weight: torch.Tensor | None = weight if isinstance(weight, torch.Tensor) else None
         self._embedding: torch.nn.Module = model.get_input_embeddings()
-        config = model.config.get_text_config(decoder=True)
-        self._form = logits_of(config)
+        self._form = logits_of(model)
         self.channels: int = 0 if self._weight is None else self._weight.shape[1]
         """Width of the states; 0 for a model without a separate head."""
         self.states = torch.zeros(0, self.channels)
@@ -64,7 +63,7 @@ class ModelHead:
         """Logits [R, V] from states, float32, as the training of the heads computes them."""
         assert self._weight is not None
         wide_RC = states_RC.to(self._weight.dtype)
-        logits_RV = torch.nn.functional.linear(wide_RC, self._weight).float()
+        logits_RV = torch.nn.functional.linear(wide_RC, self._weight, self._form.bias_V).float()
         if self._form.scale != 1.0:
             logits_RV = logits_RV * self._form.scale
         if self._form.softcap:
