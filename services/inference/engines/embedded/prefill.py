@@ -85,6 +85,10 @@ class PrefillActor(ThreadActor):
         self._limit = PassLimit(
             "prefill", most=pass_tokens, least=_LEAST_TOKENS, setting="pass_tokens"
         )
+        self.beside_tokens = pass_tokens
+        """Most tokens of a pass while requests that sample wait for it."""
+        self.is_awaited = False
+        """Whether they do."""
         self._first_tokens = FirstTokens(policy, cache, stored)
         self._threads = threads
         self._packed = packed
@@ -229,7 +233,10 @@ class PrefillActor(ThreadActor):
             readings = [pending.reading for pending in self._pending.values()]
             if self._limit.is_alone:
                 readings = readings[:1]
-            spans = next_pass(readings, budget=self._limit.tokens)
+            budget = self._limit.tokens
+            if self.is_awaited:
+                budget = min(budget, self.beside_tokens)
+            spans = next_pass(readings, budget=budget)
             began_s = time.monotonic()
             tried = attempt(partial(self._forward, spans), self._policy.device)
             if tried.result is not None:

@@ -2,7 +2,8 @@
 
 Both use one model and one prefix cache, so that the keys and values of an answer are there when its
 next turn is read. A pass has at most `pass_tokens` tokens; running requests wait for one at most,
-also while a swap waits for the prompts that have begun.
+also while a swap waits for the prompts that have begun. On a GPU the first pass of an idle
+worker is longer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.embedded.decode import DecodeActor
-from services.inference.engines.embedded.messages import Abort, Read, Swap
+from services.inference.engines.embedded.messages import Abort, Join, Read, Swap
 from services.inference.engines.embedded.prefill import PrefillActor
 
 
@@ -39,6 +40,8 @@ class BothActor(ThreadActor):
         self._prefill.receive_batch(
             [one for one in messages if isinstance(one, Read | Abort | Swap)]
         )
+        if any(isinstance(one, Join) for one in messages):
+            self._prefill.is_awaited = True
         return [
             None if isinstance(one, Read | Swap) else self._decode.receive_batch([one])[0]
             for one in messages
@@ -47,4 +50,7 @@ class BothActor(ThreadActor):
     def work(self) -> bool:
         """Run one pass and one step; False when no request is left."""
         reads = self._prefill.work()
-        return self._decode.work() or reads
+        samples = self._decode.work()
+        # After a pass its prompts will sample; they would wait for the next one.
+        self._prefill.is_awaited = samples or reads
+        return samples or reads

@@ -58,7 +58,7 @@ _CPU_PASS_TOKENS = 512
 """A prompt that arrives waits for one pass, which takes long on a CPU."""
 _GPU_PASS_TOKENS = 16_384
 _GPU_PASS_TOKENS_BESIDE_STEPS = 4096
-"""Running requests wait for one pass, too."""
+"""In the role both, while requests sample: they wait for one pass, too."""
 
 
 def build_policy(options: EngineOptions) -> Policy:
@@ -101,10 +101,9 @@ def prefill_actor(
     beside_steps: bool = False,
 ) -> PrefillActor:
     """The actor that reads prompts; `beside_steps`: passes alternate with decode steps."""
-    gpu_tokens = _GPU_PASS_TOKENS_BESIDE_STEPS if beside_steps else _GPU_PASS_TOKENS
-    fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else gpu_tokens
+    fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else _GPU_PASS_TOKENS
     packed = packed_attention(policy.kv_shape)
-    return PrefillActor(
+    actor = PrefillActor(
         policy,
         cache,
         stored_kv(store, policy),
@@ -114,6 +113,9 @@ def prefill_actor(
         packed=packed,
         layers=PromptLayers(policy, packed) if policy.device.type == "cuda" else None,
     )
+    if beside_steps and not options.pass_tokens:
+        actor.beside_tokens = min(fitting, _GPU_PASS_TOKENS_BESIDE_STEPS)
+    return actor
 
 
 def decode_actor(

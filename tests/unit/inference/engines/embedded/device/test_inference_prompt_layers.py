@@ -112,23 +112,25 @@ def test_compiler_that_fails_is_named_once(policy: Policy, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("device", "beside_steps", "asked", "tokens"),
+    ("device", "beside_steps", "asked", "tokens", "awaited"),
     [
-        ("cpu", False, 0, 512),
-        ("cpu", True, 0, 512),
-        ("cuda", False, 0, 16_384),
-        ("cuda", True, 0, 4096),
-        ("cuda", False, 100, 100),
+        ("cpu", False, 0, 512, 512),
+        ("cpu", True, 0, 512, 512),
+        ("cuda", False, 0, 16_384, 16_384),
+        ("cuda", True, 0, 16_384, 4096),
+        ("cuda", False, 100, 100, 100),
+        ("cuda", True, 100, 100, 100),
     ],
 )
 def test_passes_are_shorter_where_steps_wait_for_them(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, device: str, beside_steps: bool, asked: int,
-    tokens: int,
+    tokens: int, awaited: int,
 ) -> None:  # fmt: skip
-    """A role that also samples has passes of 4,096 tokens on a GPU; a setting is taken as it is."""
+    """On a GPU a role that also samples has passes of 4,096 tokens while requests wait for their
+    end; a setting is taken as it is."""
     policy.device = torch.device(device)
     options = EngineOptions(model_path="", request_timeout_s=1.0, pass_tokens=asked)
     cache = wiring.prefix_cache(options, policy, CacheLog(), resumes=False)
     actor = wiring.prefill_actor(options, policy, cache, None, beside_steps=beside_steps)
-    assert actor._limit.tokens == tokens
+    assert (actor._limit.tokens, actor.beside_tokens) == (tokens, awaited)
     assert (actor._layers is not None) == (device == "cuda")
