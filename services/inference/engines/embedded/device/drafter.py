@@ -16,7 +16,7 @@ import torch
 
 from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
-from services.inference.engines.embedded.device.graphs import DeviceGraphs, rows_for
+from services.inference.engines.embedded.device.graphs import DeviceGraphs
 from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
 from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.model.head import DraftHeads
@@ -73,14 +73,16 @@ class DeviceDrafter(HeadDrafter):
             self._graphs.clear()
             self._heads = self._policy.drafts
         rows = len(states_RC)
-        size = rows_for(rows) if self._uses_graphs else None
+        size = self._device_graphs.rows_for(rows) if self._uses_graphs else None
         if size is not None and (size, depth) not in self._graphs:
             try:
                 self._graphs[size, depth] = self._capture(size, depth, states_RC.dtype)
             except RuntimeError as error:
-                self._uses_graphs, size = False, None
-                self._graphs.clear()
-                log.warning("drafts_without_graphs", reason=first_line(error))
+                if not self._device_graphs.is_shortage(error, rows=size):
+                    self._uses_graphs = False
+                    self._graphs.clear()
+                    log.warning("drafts_without_graphs", reason=first_line(error))
+                size = None
         if size is None:
             return self._compute(states_RC, inputs_4R.to(states_RC.device), depth).cpu()
         graph = self._graphs[size, depth]

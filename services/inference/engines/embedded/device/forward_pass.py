@@ -23,7 +23,7 @@ from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
 from services.inference.engines.embedded.decode_pass import draw_rows
 from services.inference.engines.embedded.device.fused_layers import FusedLayers, tolerated_error
-from services.inference.engines.embedded.device.graphs import DeviceGraphs, rows_for
+from services.inference.engines.embedded.device.graphs import DeviceGraphs
 from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
 from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.kv.attention import Heads
@@ -145,7 +145,7 @@ class DevicePass:
 
     def _compute(self, rows: Sequence[Sequence[int]], *, plain: bool) -> _Output:
         """Compute these rows, with a graph if there is one."""
-        size = rows_for(len(rows))
+        size = self._device_graphs.rows_for(len(rows))
         inputs_6N = columns(rows)
         graph = self._graph(size, plain=plain) if size is not None else None
         if graph is None:
@@ -180,9 +180,10 @@ class DevicePass:
             try:
                 self._graphs[size, plain] = self._capture(size, plain=plain)
             except RuntimeError as error:
-                self._uses_graphs = False
-                self._graphs.clear()
-                log.warning("decode_without_graphs", reason=first_line(error))
+                if not self._device_graphs.is_shortage(error, rows=size):
+                    self._uses_graphs = False
+                    self._graphs.clear()
+                    log.warning("decode_without_graphs", reason=first_line(error))
                 return None
         return self._graphs[size, plain]
 

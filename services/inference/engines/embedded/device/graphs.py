@@ -7,24 +7,39 @@ from typing import Any, TypeVar
 
 import torch
 
+from forge.rl.out_of_memory import memory_shortage
+from forge.runtime.telemetry import log
+
 Output = TypeVar("Output")
 
 _SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows of a graph; a step with more rows has none."""
 
 
-def rows_for(rows: int) -> int | None:
-    """Return the rows of the smallest graph for so many; None above all."""
-    return next((size for size in _SIZES if size >= rows), None)
-
-
 class DeviceGraphs:
-    """Captures graphs that share their memory; the output of one is read before another runs."""
+    """Captures graphs that share their memory; the output of one is read before another runs.
+    Graphs for which there was no memory are not tried again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.are_available = device.type == "cuda"
         self._pool: Any = None
+        self._without_memory = _SIZES[-1] + 1
+        """Graphs of as many rows or more have no memory."""
+
+    def rows_for(self, rows: int) -> int | None:
+        """Return the rows of the smallest graph for so many; None above all."""
+        size = next((size for size in _SIZES if size >= rows), None)
+        return None if size is None or size >= self._without_memory else size
+
+    def is_shortage(self, error: RuntimeError, *, rows: int) -> bool:
+        """Whether a graph of so many rows was not captured for want of memory; then `rows_for`
+        leaves out its size from now on."""
+        shortage = memory_shortage(error)
+        if shortage:
+            self._without_memory = min(self._without_memory, rows)
+            log.warning("graph_without_memory", rows=rows, reason=shortage)
+        return bool(shortage)
 
     def capture(self, run: Callable[[], Output]) -> tuple[Any, Output]:
         """Return a graph of what `run` launches, and its output. Raises RuntimeError for one that

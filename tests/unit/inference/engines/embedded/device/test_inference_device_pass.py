@@ -21,6 +21,7 @@ from structlog.testing import capture_logs
 
 from services.inference.engines.base import Reweighting
 from services.inference.engines.embedded.device import forward_pass
+from services.inference.engines.embedded.device.forward_pass import DevicePass
 from services.inference.engines.embedded.kv.attention import Heads, attention
 from services.inference.engines.embedded.kv.device_attention import plain_attention
 from services.inference.engines.embedded.metrics import ACCEPTED
@@ -34,6 +35,7 @@ from tests.contract.engines import (
     Pair,
     draftable,
     embedded_both,
+    is_greedy,
     prompt_ids,
     published,
     reference,
@@ -175,3 +177,34 @@ async def test_graphs_of_drafts_last_over_publications(
     assert [bool(count) for count in drafted] == [True, True, False, True, True]
     assert captures[1] == 0
     assert min(captures[0], captures[3], captures[4]) > 0
+
+
+async def test_graphs_without_memory_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that has no memory is tried once, and its steps run without a graph; smaller ones keep
+    theirs."""
+    model = reference("qwen3")
+    model.config.save_pretrained(tmp_path)
+    tried: list[int] = []
+
+    def captured(self: DevicePass, size: int, *, plain: bool) -> Any:
+        if plain:
+            tried.append(size)
+            if size > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return whole(self, size, plain=plain)
+
+    whole = DevicePass._captured
+    monkeypatch.setattr(DevicePass, "_captured", captured)
+    prompts = [prompt_ids(tokens, seed=tokens) for tokens in (3, 40, 90, 17)]
+    with capture_logs() as logs:
+        async with with_graphs(tmp_path, monkeypatch) as (pair, _):
+            await pair.load(published(model), version=1)
+            together = await asyncio.gather(*map(pair.sample, prompts))
+            alone = await pair.sample(prompts[0])
+    assert sorted(tried) == [2, 4]
+    assert [one["rows"] for one in logs if one["event"] == "graph_without_memory"] == [4]
+    assert not [one for one in logs if one["event"] == "decode_without_graphs"]
+    for ids, answer in zip([*prompts, prompts[0]], [*together, alone], strict=True):
+        assert is_greedy(model, ids, answer.ids)
