@@ -240,7 +240,7 @@ def _bar(*columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
 
 
-def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int) -> None:
+def _counts(stats: pool_pb2.GetPoolStatsResponse) -> Table:
     table = Table(
         "domain",
         "",
@@ -265,7 +265,11 @@ def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int) -> None:
             str(one.sampled_tokens),
             decimal(one.turn_bytes),
         )
-    console.print(table)
+    return table
+
+
+def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int) -> None:
+    console.print(_counts(stats))
     say(
         f"{decimal(stats.used_bytes)} in the file, {decimal(stats.live_bytes)} of them in use; "
         f"{decimal(stats.disk_free_bytes)} free on the disk"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -238,6 +238,23 @@ def archive_settled(
     result = Archived()
     pending: list[SegmentGroup] = []
     size_bytes = 0
+    for group in _unarchived(records, known, settled_before_unix_s, result):
+        pending.append(group)
+        size_bytes += sum(len(value) for _, _, value in group.records)
+        result.groups += 1
+        progress(result.groups)
+        if size_bytes >= SEGMENT_BYTES:
+            _flush(archive, pending, result)
+            size_bytes = 0
+    _flush(archive, pending, result)
+    return result
+
+
+def _unarchived(
+    records: Records, known: Mapping[str, str], settled_before_unix_s: float, result: Archived
+) -> Iterator[SegmentGroup]:
+    """The settled groups that are not in the archive as they are; `known` has the digests of those
+    in it. Counts the others in `result`."""
     for found in settled_after(records, b""):
         if found.damaged:
             result.damaged.append("of an unreadable entry of the table settled")
@@ -257,15 +274,7 @@ def archive_settled(
         if group is None:
             result.damaged.append(found.task_id)
             continue
-        pending.append(group)
-        size_bytes += sum(len(value) for _, _, value in group.records)
-        result.groups += 1
-        progress(result.groups)
-        if size_bytes >= SEGMENT_BYTES:
-            _flush(archive, pending, result)
-            size_bytes = 0
-    _flush(archive, pending, result)
-    return result
+        yield group
 
 
 def freeable(records: Records, url: str, *, settled_before_unix_s: float) -> dict[str, bytes]:
