@@ -41,10 +41,10 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.evaluation import DEFAULTS, Evaluator, run_id_in
 from services.trainer.leadership.checkpoint_follower import CheckpointSource
-from services.trainer.leadership.election import Election
+from services.trainer.leadership.election import TrainerElection
 from services.trainer.leadership.lineage import WORKERS, Lineage
 from services.trainer.learner.batch_reading import batch_reading
-from services.trainer.learner.reading_ranks import Readers
+from services.trainer.learner.reading_ranks import DataGroupReaders
 from services.trainer.model.placement import computed_type
 from services.trainer.published.files import HeldFiles
 from services.trainer.published.local_ways import LocalWays
@@ -73,12 +73,12 @@ class TrainerApp:
             sinks=make_sinks(self._config),
         )
         self._address = ""
-        self._election: Election | None = None
+        self._election: TrainerElection | None = None
         self._training: ActorRef | None = None
         self._loop: TrainingLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         self._batches: BatchSource | None = None
-        self._readers: Readers | None = None
+        self._readers: DataGroupReaders | None = None
         """The ranks that read batches; None: this process reads all."""
         self._evaluator: Evaluator | None = None
         self._clock = RunClock(Path(self._config.checkpoint.dir) / FILE_NAME)
@@ -89,7 +89,7 @@ class TrainerApp:
         self._evaluator = self._make_evaluator()
         context.metadata["incarnation"] = secrets.token_hex(8)
         watch_gpus(context, device=config.device)
-        self._election = Election(context, config)
+        self._election = TrainerElection(context, config)
         store, copies = await self._election.won()
         context.metadata["dtype"] = computed_type(config)
         await note_tables(context.coordinator, rollout_tables(config))
@@ -136,7 +136,7 @@ class TrainerApp:
     async def _spawn_learner(self, store: CheckpointStore) -> ActorRef:
         if self._config.read_from == "ranks":
             groups = self._config.mesh_shape.data_groups
-            self._readers = Readers(GroupReader(self._context.channels), count=groups)
+            self._readers = DataGroupReaders(GroupReader(self._context.channels), count=groups)
         return await self._context.actors.spawn(
             lambda: LearnerActor(self._config, store, self._readers), name="learner"
         )

@@ -36,7 +36,7 @@ from services.trainer.learner.model_replica import (
     TakeRead,
 )
 from services.trainer.learner.rank_processes import Ranks
-from services.trainer.learner.reading_ranks import ReadChannel, Readers
+from services.trainer.learner.reading_ranks import DataGroupReaders, ReadChannel
 from services.trainer.published.publisher import Snapshot
 
 
@@ -74,7 +74,7 @@ class LearnerActor(ThreadActor):
         self,
         config: TrainerConfig,
         checkpoints: CheckpointStore,
-        readers: Readers | None = None,
+        readers: DataGroupReaders | None = None,
     ) -> None:
         """`readers` are needed with `read_from = "ranks"`."""
         self._config = config

@@ -3,7 +3,7 @@
     python -m services.trainer.checkpoint.hub_export CHECKPOINT OUT
 
 A process of its own for `forge model export`, which runs without torch. It prints one JSON object,
-an `Outcome`. Owns the files of the result; `forge.rl.model.hub_names` owns the conversion.
+an `ExportOutcome`. Owns the files of the result; `forge.rl.model.hub_names` owns the conversion.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FILE_BYTES = 5 << 30
 """Most bytes of a file with several tensors."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ExportOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of an export."""
 
     written: bool = False
@@ -51,25 +51,25 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Why OUT cannot be written."""
 
 
-def export(checkpoint: Path, out: Path, *, file_bytes: int = FILE_BYTES) -> Outcome:
+def export(checkpoint: Path, out: Path, *, file_bytes: int = FILE_BYTES) -> ExportOutcome:
     """Write the model into the directory `out`, unless the hub has its names."""
     try:
         hub = _hub_names(checkpoint)
         if hub.own:
-            return Outcome()
+            return ExportOutcome()
         about = json.loads((checkpoint / PUBLISHED_FILE).read_text(encoding="utf-8"))
         heads = read_heads(checkpoint)
         own = [name for name in about["tensor_names"] if name not in heads]
     except (InvalidArgument, OSError, ValueError, KeyError) as error:
-        return Outcome(reason=f"{type(error).__name__}: {error}")
+        return ExportOutcome(reason=f"{type(error).__name__}: {error}")
     try:
         with ExitStack() as stack:
             read = _Reader(model_files(checkpoint), stack)
             files = _write(hub, own, read, out, dtype=about["dtype"], file_bytes=file_bytes)
         _describe(about, files, heads, out)
     except OSError as error:
-        return Outcome(error=error.strerror or str(error))
-    return Outcome(written=True)
+        return ExportOutcome(error=error.strerror or str(error))
+    return ExportOutcome(written=True)
 
 
 def _hub_names(checkpoint: Path) -> HubNames:

@@ -27,7 +27,7 @@ from services.trainer.leadership.checkpoint_follower import CheckpointFollower, 
 from services.trainer.leadership.lineage import Lineage
 
 
-class Election:
+class TrainerElection:
     """Stands for election once; afterwards this process leads until it stops."""
 
     def __init__(self, context: ServiceContext, config: TrainerConfig) -> None:

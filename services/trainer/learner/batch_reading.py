@@ -13,13 +13,13 @@ from services.trainer.batches.read_orders import PlanSettings
 from services.trainer.batches.reading import BatchReading, LocalReading
 from services.trainer.batches.trajectory_fetch import TrajectoryFetch, addresses_in, shard_in
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.reading_ranks import Readers
+from services.trainer.learner.reading_ranks import DataGroupReaders
 
 
 def batch_reading(
     config: TrainerConfig,
     pool: Remote[Any],
-    readers: Readers | None,
+    readers: DataGroupReaders | None,
     *,
     channels: int,
     route_shape: RouteShape | None,

@@ -109,7 +109,7 @@ class ReadChannel:
         return answers
 
 
-class Readers:
+class DataGroupReaders:
     """The first ranks of all data groups, as `DataGroups`. The ranks may start again, and with them
     the channel."""
 

@@ -26,8 +26,8 @@ SUBJECT = "automatic canary"
 """Subject of the holds that this trainer makes by itself."""
 
 
-class Outcome(Enum):
-    """Outcome of a judgement."""
+class CanaryVerdict(Enum):
+    """Verdict of a judgement."""
 
     WAIT = "wait"
     PROMOTE = "promote"
@@ -36,9 +36,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """An outcome and its reason."""
+    """A verdict and its reason."""
 
-    outcome: Outcome
+    outcome: CanaryVerdict
     reason: str = ""
 
 
@@ -48,31 +48,31 @@ def judge(
     """`broken`: answers of the canary's workers that ended with a log-prob that is not finite;
     `refused`: why a worker refused the version, or ""."""
     if refused:
-        return Judgement(outcome=Outcome.ROLL_BACK, reason=f"refused: {refused}")
+        return Judgement(outcome=CanaryVerdict.ROLL_BACK, reason=f"refused: {refused}")
     # Early: broken answers are no trajectories, so a canary of NaN alone would never have enough.
     allowed = settings.max_broken_share * max(settings.trajectories, canary.trajectories + broken)
     if broken > allowed:
         return Judgement(
-            outcome=Outcome.ROLL_BACK,
+            outcome=CanaryVerdict.ROLL_BACK,
             reason=f"{broken} answers with a log-prob that is not finite, allowed {allowed:g}",
         )
     if min(canary.trajectories, base.trajectories) < settings.trajectories:
-        return Judgement(outcome=Outcome.WAIT)
+        return Judgement(outcome=CanaryVerdict.WAIT)
     gap = canary.logprob_gap
     if not gap <= settings.max_logprob_gap:
         return Judgement(
-            outcome=Outcome.ROLL_BACK,
+            outcome=CanaryVerdict.ROLL_BACK,
             reason=f"log-prob gap {gap:.4f} above {settings.max_logprob_gap:g}",
         )
     drop = base.mean_reward - canary.mean_reward
     if not drop <= settings.max_reward_drop:
         return Judgement(
-            outcome=Outcome.ROLL_BACK,
+            outcome=CanaryVerdict.ROLL_BACK,
             reason=f"mean reward {canary.mean_reward:.4f}, the base's {base.mean_reward:.4f}: "
             f"{drop:.4f} lower, allowed {settings.max_reward_drop:g}",
         )
     return Judgement(
-        outcome=Outcome.PROMOTE, reason=f"{canary.trajectories} trajectories in bounds"
+        outcome=CanaryVerdict.PROMOTE, reason=f"{canary.trajectories} trajectories in bounds"
     )
 
 
@@ -142,10 +142,10 @@ def _judged(
         refused=next((_refusal(one, version) for one in own if _refusal(one, version)), ""),
     )
     match found.outcome:
-        case Outcome.PROMOTE:
+        case CanaryVerdict.PROMOTE:
             promoted = _held(hold.canary, rejected=hold.rejected)
             return Step(hold=promoted, outcome="promoted", reason=found.reason)
-        case Outcome.ROLL_BACK:
+        case CanaryVerdict.ROLL_BACK:
             back = _held(hold.base, rejected=version)
             return Step(hold=back, outcome="rolled_back", reason=found.reason)
     return None

@@ -24,7 +24,7 @@ from services.trainer.samples.reward_components import named_rewards
 from services.trainer.samples.rollouts import (
     ChosenTurn,
     LeftOut,
-    Rollout,
+    ScoredTrajectory,
     chosen_turns,
     read_rollouts,
 )
@@ -96,7 +96,7 @@ class GroupCredit:
 class ReadGroup:
     """A group that was read."""
 
-    rollouts: list[Rollout]
+    rollouts: list[ScoredTrajectory]
     choices: list[list[ChosenTurn]]
     """Per rollout and turn."""
     facts: GroupFacts
@@ -124,7 +124,7 @@ def read_group(
     return ReadGroup(rollouts=rollouts, choices=choices, facts=facts)
 
 
-def _facts(rollout: Rollout, chosen: Sequence[ChosenTurn]) -> RolloutFacts:
+def _facts(rollout: ScoredTrajectory, chosen: Sequence[ChosenTurn]) -> RolloutFacts:
     trajectory = rollout.trajectory
     return RolloutFacts(
         domain=trajectory.domain,
@@ -149,7 +149,7 @@ def _facts(rollout: Rollout, chosen: Sequence[ChosenTurn]) -> RolloutFacts:
 
 
 def _returns(
-    rollouts: Sequence[Rollout], weights: RewardWeights, baselines_s: Mapping[str, float]
+    rollouts: Sequence[ScoredTrajectory], weights: RewardWeights, baselines_s: Mapping[str, float]
 ) -> GroupReturns:
     """Returns of a group, which has one task and so one domain."""
     domain = rollouts[0].trajectory.domain if rollouts else ""
@@ -193,7 +193,7 @@ def group_samples(read: ReadGroup, decided: GroupCredit, rules: CreditRules) -> 
 
 
 def _turn_samples(
-    rollout: Rollout,
+    rollout: ScoredTrajectory,
     chosen: Sequence[ChosenTurn],
     advantages_T: Sequence[float],
     targets_T: Sequence[float] | None,

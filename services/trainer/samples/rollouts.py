@@ -37,7 +37,7 @@ policy answered; it is a side call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class ScoredTrajectory:
     """A consistent trajectory."""
 
     place: int
@@ -84,13 +84,13 @@ class ChosenTurn:
     """Effect of cuts on it; None if another reason excludes it before."""
 
 
-def read_rollouts(group: Sequence[pb.Trajectory], rules: CreditRules) -> list[Rollout]:
+def read_rollouts(group: Sequence[pb.Trajectory], rules: CreditRules) -> list[ScoredTrajectory]:
     """The rollouts of a group's trajectories; inconsistent ones are left out and logged."""
     found = (_rollout(each, rules, place) for place, each in enumerate(group))
     return [one for one in found if one is not None]
 
 
-def _rollout(trajectory: pb.Trajectory, rules: CreditRules, place: int) -> Rollout | None:
+def _rollout(trajectory: pb.Trajectory, rules: CreditRules, place: int) -> ScoredTrajectory | None:
     """None for an inconsistent trajectory, which must not stop the batch."""
     completion_s = completion_of(trajectory, tokens_per_s=rules.tokens_per_s)
     speed = reported_speed(trajectory)
@@ -108,7 +108,7 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules, place: int) -> Rollo
         return None
     penalties_T = overlong_penalties([turn.sampled_tokens for turn in tree.turns], rules.overlong)
     rewards_T = [earned + penalty for earned, penalty in zip(rewards_T, penalties_T, strict=True)]
-    return Rollout(
+    return ScoredTrajectory(
         place=place,
         trajectory=trajectory,
         turn_indices=turn_indices,
@@ -128,7 +128,7 @@ def _trained_tokens(turn: pb.Turn) -> TurnTokens:
     return replace(tokens, logprobs=logprobs_without_mask(turn.sampled))
 
 
-def chosen_turns(rollout: Rollout, rules: CreditRules) -> list[ChosenTurn]:
+def chosen_turns(rollout: ScoredTrajectory, rules: CreditRules) -> list[ChosenTurn]:
     """The choice of each turn, in order."""
     turns, lengths = rollout.trajectory.turns, rollout.tree.lengths
     contexts = [

@@ -46,9 +46,9 @@ from services.trainer.batches.reading import LocalReading, PlannedBatch, ReadBat
 from services.trainer.batches.trajectory_fetch import TrajectoryFetch, Unreadable
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.reading_ranks import (
+    DataGroupReaders,
     RankReader,
     ReadChannel,
-    Readers,
     reading_groups,
 )
 from services.trainer.mesh import MeshSettings
@@ -92,7 +92,7 @@ class Rank:
     key: Path
     address: str
     config: TrainerConfig
-    readers: Readers | None = None
+    readers: DataGroupReaders | None = None
     reading: Any = None
     peers: Any = None
 
@@ -114,7 +114,7 @@ class Rank:
         rank.peers = groups.peers
         if world.rank == 0 and groups.firsts is not None:
             own = GroupReader(rank.channels())
-            rank.readers = Readers(own, count=world.shape.data_groups)
+            rank.readers = DataGroupReaders(own, count=world.shape.data_groups)
             rank.readers.connect(ReadChannel(groups.firsts))
         elif groups.firsts is not None:
             rank.reading = RankReader(groups.firsts, config, rank=world.rank)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from forge.cli.local_run.models.kept import read_kept
 from forge.cli.main import app
 from services.trainer.checkpoint.files import Contents
-from services.trainer.checkpoint.hub_export import Outcome, export
+from services.trainer.checkpoint.hub_export import ExportOutcome, export
 from services.trainer.checkpoint.reading import read_published
 from services.trainer.model.full_weights import own_tensors
 from tests.support.rl.models import EXPERTS, SHAPE, tiny_model
@@ -71,7 +71,7 @@ def test_export_is_what_transformers_would_save(family: str, tmp_path: Path) -> 
     assert expected.keys() != own_tensors(model).keys()
     checkpoint, out = checkpoint_of(model, tmp_path), tmp_path / "out"
     model.config.save_pretrained(out)
-    assert export(checkpoint, out) == Outcome(written=True)
+    assert export(checkpoint, out) == ExportOutcome(written=True)
     found = load_file(out / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], one) for name, one in expected.items())
@@ -89,7 +89,7 @@ def test_names_that_are_those_of_the_hub_stay(family: str, tmp_path: Path) -> No
     model = model_of(family)
     out = tmp_path / "out"
     out.mkdir()
-    assert export(checkpoint_of(model, tmp_path), out) == Outcome()
+    assert export(checkpoint_of(model, tmp_path), out) == ExportOutcome()
     assert not [*out.iterdir()]
     assert saved(model, tmp_path / "saved").keys() == own_tensors(model).keys()
 
