@@ -96,7 +96,7 @@ def _forward(
         nodes_BTC = hidden_states[0][batch.places_BT.to(hidden_states.device)]
         before = _before(batch, index, states, tree)
         pending = before.pop(PENDING, nodes_BTC[:, :0])
-        cache = _NodeCache(before, getattr(layer, "layer_idx", 0))
+        cache = _NodeCache(before)
         with scans.handled(cache.scan):
             output = own(layer, torch.cat([pending, nodes_BTC], dim=1), **(named | {name: cache}))
         if not isinstance(output, Tensor):
@@ -129,25 +129,28 @@ def _before(batch: ForkBatch, index: int, states: Mapping[int, State], tree: Tre
     return {key: torch.cat([one[key] for one in found]) for key in found[0]}
 
 
-class _LayerStates:
-    """The states before the first token, as the layers of transformers 5.17 read them."""
+class LayerStates:
+    """The states of one layer before the first token, as transformers up to 5.17 reads them from
+    `cache.layers[layer_idx]`. Later releases call methods of the cache."""
 
-    record_past = True
-
-    def __init__(self, before: State) -> None:
+    def __init__(self, before: State, *, record_past: bool) -> None:
+        self.record_past = record_past
         self.conv_states = {key[1]: one for key, one in before.items() if key[0] == "conv"}
         self.recurrent_states = {
             key[1]: one for key, one in before.items() if key[0] == "recurrent"
         }
 
+    def __getitem__(self, layer_idx: int) -> LayerStates:
+        return self
+
 
 class _NodeCache:
     """The cache of one layer for a batch of nodes, as transformers' layers use it."""
 
-    def __init__(self, before: State, layer_idx: int) -> None:
+    def __init__(self, before: State) -> None:
         self._before = before
         self.after: State = {}
-        self.layers = {layer_idx: _LayerStates(before)}
+        self.layers = LayerStates(before, record_past=True)
 
     def scan(self, name: str, compute: scans.Compute, arguments: dict[str, Any]) -> Any:
         """Handle a call of a scan (`scans.Handler`): layers hand no state to that of Mamba 1."""

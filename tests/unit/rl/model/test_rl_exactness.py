@@ -173,7 +173,7 @@ def test_every_schedule_is_exact(kind: str, schedule: str, monkeypatch: pytest.M
 def test_recurrent_layers_of_earlier_releases_find_their_states() -> None:
     """transformers 5.17 reads them from the cache's entry of the layer."""
     conv, recurrent = torch.zeros(1), torch.ones(1)
-    cache = _NodeCache({("conv", 0): conv, ("recurrent", 0): recurrent}, 3)
+    cache = _NodeCache({("conv", 0): conv, ("recurrent", 0): recurrent})
     own = cache.layers[3]
     assert own.conv_states[0] is conv and own.recurrent_states[0] is recurrent
     assert own.record_past, "a single token takes the path of several"

@@ -23,7 +23,7 @@ import torch
 
 from forge.core.errors import InvalidArgument
 from forge.rl import scans
-from forge.rl.model.forked_states import cache_name
+from forge.rl.model.forked_states import LayerStates, cache_name
 from services.inference.engines.embedded.recurrent import mamba2_step
 from services.inference.engines.embedded.recurrent.packed import (
     PackedLayer,
@@ -106,7 +106,8 @@ class RecurrentLayers:
     ) -> torch.Tensor:
         """One token of each sequence."""
         assert self.shape is not None
-        named[layer.cache_name] = _RowsCache(self.shape.of_layer(layer.number, batch.rows_BS))
+        states = self.shape.of_layer(layer.number, batch.rows_BS)
+        named[layer.cache_name] = _RowsCache(states)
         hidden_NC = hidden_1NC[0]
         if batch.places_B is None:
             return layer.own(hidden_NC[:, None], **named).transpose(0, 1)
@@ -177,6 +178,7 @@ class _FirstCache(StatelessCache):
     """The cache of one layer at the start of one sequence; notes the shapes of its states."""
 
     def __init__(self, number: int, seen: dict[Key, torch.Tensor]) -> None:
+        self.layers = LayerStates({}, record_past=False)
         self._number = number
         self._seen = seen
 
@@ -207,6 +209,7 @@ class _RowsCache:
     """The cache of one layer over rows of states, as transformers' layers use it."""
 
     def __init__(self, states: dict[tuple[str, int], torch.Tensor]) -> None:
+        self.layers = LayerStates(states, record_past=False)
         self._states = states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
