@@ -255,8 +255,9 @@ async def test_graphs_record_experts(
                 answers.append(await pair.sample(ids, asked))
         events = [one["event"] for one in logs if one["event"].startswith("decode_graph")]
         if are_used:
-            assert events in (["decode_graphs_used"], ["decode_graph_refused"] * 2), events
-            assert "decode_graphs_used" in events or dtype == "float32", logs
+            # Near ties may make fused layers differ too much; the layers' own kernels never do.
+            used = events[-1] == "decode_graphs_used"
+            assert used or (dtype == "float32" and events == ["decode_graph_refused"] * 2), logs
     graphs, eager = ([row for one in answer.routes for row in rows_of(one)] for answer in answers)
     assert len(graphs) == len(eager) == len(ids) + asked.max_tokens - 1
     pairs = zip(*(answer.ids for answer in answers), strict=True)
