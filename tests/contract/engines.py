@@ -342,7 +342,9 @@ def _options(model_path: Path, **options: Any) -> EngineOptions:
 EMBEDDED: dict[str, Start] = {"embedded": embedded, "both": embedded_both}
 """The embedded engine, with separate roles and with both: tests of its memory and its passes."""
 SEPARATE: dict[str, Start] = {"embedded": embedded}
-"""Two engines, with keys and values that move between them."""
+"""Two engines, with keys and values as bytes that move between them."""
+APART: dict[str, Start] = {**SEPARATE}
+"""And those whose keys and values the library moves."""
 ENGINES: dict[str, Start] = {**EMBEDDED, "example": example}
 """And engines that do both."""
 CAPABILITIES = {
@@ -350,12 +352,21 @@ CAPABILITIES = {
     "both": EMBEDDED_CAPABILITIES,
     "example": ExampleEngine.capabilities,
 }
+# By name: those modules need this one.
+if DEVICE == "cpu" and not ON_VLLM:
+    stand_in: Any = import_module("tests.contract.tensorrt_llm_engine")
+    APART["tensorrt_llm"] = stand_in.apart
+    ENGINES |= {"tensorrt_llm": stand_in.apart, "tensorrt_llm_both": stand_in.both}
+    CAPABILITIES["tensorrt_llm"] = stand_in.capabilities(transfers=True)
+    CAPABILITIES["tensorrt_llm_both"] = stand_in.capabilities(transfers=False)
 if ON_VLLM:
-    # By name: that module needs this one.
     vllm_engine: Any = import_module("tests.contract.vllm_engine")
-    EMBEDDED, SEPARATE = {}, {}
+    EMBEDDED, SEPARATE, APART = {}, {}, {}
     ENGINES = {"vllm": vllm_engine.start}
     CAPABILITIES = {"vllm": vllm_engine.CAPABILITIES}
+
+
+ROLES_OF_VLLM = "vLLM's two roles are in tests/engines/test_engines_vllm_handoff.py"
 
 
 def able(ability: str, value: Any = None) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -50,15 +49,22 @@ async def pair(start: Start) -> AsyncIterator[Pair]:
         yield started
 
 
-@pytest.fixture(
-    params=engines.or_skipped(
-        engines.SEPARATE, "vLLM's two roles are in tests/engines/test_engines_vllm_handoff.py"
-    )
-)
+@pytest.fixture(params=engines.or_skipped(engines.SEPARATE, engines.ROLES_OF_VLLM))
 async def separate(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """Two engines that hand over."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
     async with engines.SEPARATE[request.param](tmp_path) as started:
+        await started.load(published(reference("qwen3")), version=1)
+        yield started
+
+
+@pytest.fixture(
+    params=usual(engines.APART, "embedded") or engines.or_skipped([], engines.ROLES_OF_VLLM)
+)
+async def apart(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
+    """Two engines that hand over in any way."""
+    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    async with engines.APART[request.param](tmp_path) as started:
         await started.load(published(reference("qwen3")), version=1)
         yield started
 
@@ -209,6 +215,18 @@ async def test_prompts_beyond_one_pass_keep_their_seeds(start: Start) -> None:
     assert [answer.ids for answer in together] == [answer.ids for answer in alone]
 
 
+async def test_prompts_longer_than_a_pass_are_prefilled_in_chunks(start: Start) -> None:
+    """Chunked or not, shared or not, the answer is the same."""
+    model = reference("qwen3")
+    async with start(pass_tokens=37) as pair:
+        await pair.load(published(model), version=1)
+        common = prompt_ids(64, seed=1)
+        prompts = [common + prompt_ids(5 + 9 * n, seed=100 + n) for n in range(8)]
+        answers = await asyncio.gather(*(pair.sample(ids) for ids in prompts))
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert is_greedy(model, ids, answer.ids)
+
+
 async def test_stop_token_ends_the_answer_and_is_kept(pair: Pair) -> None:
     """It is the last sampled one."""
     ids = prompt_ids(20)
@@ -259,24 +277,24 @@ async def test_prompt_whose_caller_has_left_is_read_no_further(start: Start) -> 
         assert (await pair.sample(ids)).ids == greedy_of(reference("qwen3"), ids, 16)
 
 
-async def test_new_weights_clear_the_prefix_cache(separate: Pair) -> None:
+async def test_new_weights_clear_the_prefix_cache(apart: Pair) -> None:
     """After a swap no answer uses keys of older weights."""
     new = reference("qwen3", seed=1)
     ids = prompt_ids(60)
-    await separate.sample(ids)
-    await separate.load(published(new), version=2)
-    answer = await separate.sample(ids)
+    await apart.sample(ids)
+    await apart.load(published(new), version=2)
+    answer = await apart.sample(ids)
     assert answer.cached_tokens == 0
     assert answer.fetched_tokens == 60
     assert answer.ids == greedy_of(new, ids, 16)
 
 
-async def test_keys_of_other_weights_are_never_cached(separate: Pair) -> None:
+async def test_keys_of_other_weights_are_never_cached(apart: Pair) -> None:
     """A decode engine with newer weights than the prefill engine continues, but caches nothing."""
     ids = prompt_ids(60)
-    await separate.decode.load(published(reference("qwen3", seed=1)), version=2)
-    first = await separate.sample(ids)
-    second = await separate.sample(ids)
+    await apart.decode.load(published(reference("qwen3", seed=1)), version=2)
+    first = await apart.sample(ids)
+    second = await apart.sample(ids)
     assert first.versions == [1] + 15 * [2]
     assert second.fetched_tokens == 60
 
@@ -336,42 +354,6 @@ async def test_request_without_weights_is_unavailable(start: Start) -> None:
         with pytest.raises(Unavailable):
             await pair.sample(prompt_ids(5))
         assert pair.prefill.status().version == 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_groups_of_every_shape_answer_as_alone(start: Start, seed: int) -> None:
-    """Nested and wide groups that come and go, some aborted: no request reads another's context."""
-    model = reference("qwen3")
-    rng = random.Random(seed)
-    root = prompt_ids(rng.randint(60, 90), seed=seed)
-    trees = [root, root + prompt_ids(70, seed=seed + 10), prompt_ids(130, seed=seed + 20)]
-    sizes = [3, 20, 5]
-    requests = [
-        (
-            shared + prompt_ids(rng.randint(0, 20), seed=rng.randint(0, 3)),
-            replace(GREEDY, max_tokens=rng.randint(1, 40)),
-        )
-        for shared, size in zip(trees, sizes, strict=True)
-        for _ in range(size)
-    ]
-    rng.shuffle(requests)
-
-    async def maybe_leave(answer: engines.Answer) -> bool:
-        return rng.random() < 0.8
-
-    async with start(max_running=24) as pair:
-        await pair.load(published(model), version=1)
-        on_pieces = [maybe_leave if rng.random() < 0.2 else None for _ in requests]
-        for _ in range(2):
-            answers = await asyncio.gather(
-                *(
-                    pair.sample(ids, sampling, on_piece=on_piece)
-                    for (ids, sampling), on_piece in zip(requests, on_pieces, strict=True)
-                )
-            )
-            for (ids, sampling), answer in zip(requests, answers, strict=True):
-                assert is_greedy(model, ids, answer.ids)
-                assert answer.finish is None or len(answer.ids) == sampling.max_tokens
 
 
 async def test_equal_prompts_are_prefilled_once(pair: Pair) -> None:

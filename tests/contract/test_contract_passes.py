@@ -13,7 +13,6 @@ from tests.contract import engines
 from tests.contract.engines import (
     GREEDY,
     Pair,
-    is_greedy,
     make_prompt,
     prompt_ids,
     published,
@@ -48,15 +47,3 @@ async def test_short_prompt_overtakes_a_long_one(start: Start) -> None:
         await asyncio.gather(*(read(pair, ids) for ids in prompts))
     assert list(firsts) == [9, 480]
     assert firsts == {len(ids): greedy_of(reference("qwen3"), ids, 1) for ids in prompts}
-
-
-async def test_prompts_longer_than_a_pass_are_prefilled_in_chunks(start: Start) -> None:
-    """Chunked or not, shared or not, the answer is the same."""
-    model = reference("qwen3")
-    async with start(pass_tokens=37) as pair:
-        await pair.load(published(model), version=1)
-        common = prompt_ids(64, seed=1)
-        prompts = [common + prompt_ids(5 + 9 * n, seed=100 + n) for n in range(8)]
-        answers = await asyncio.gather(*(pair.sample(ids) for ids in prompts))
-    for ids, answer in zip(prompts, answers, strict=True):
-        assert is_greedy(model, ids, answer.ids)

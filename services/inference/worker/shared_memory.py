@@ -37,11 +37,10 @@ def write(data: bytes | memoryview) -> tuple[str, int]:
     path = _DIRECTORY / name
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Reserves the memory: writing to a mapping of full memory would kill the process.
+        # Full memory is an error before the first byte.
         os.posix_fallocate(opened, 0, max(1, len(data)))
-        with mmap.mmap(opened, max(1, len(data))) as mapped:
-            for start, piece in _pieces(data):
-                mapped[start : start + len(piece)] = piece
+        for start, piece in _pieces(data):
+            _write(opened, piece, start)
     except BaseException:
         remove(name)
         raise
@@ -70,9 +69,16 @@ def read(name: str, *, size: int, checksum: int) -> memoryview:
     return data
 
 
+def _write(opened: int, piece: memoryview, at: int) -> None:
+    """Not through a mapping: a page fault of that copy would hold the interpreter."""
+    while piece:
+        written = os.pwrite(opened, piece, at)
+        piece, at = piece[written:], at + written
+
+
 def _pieces(data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield the data in pieces: a copy holds the interpreter, which the event loop needs, too."""
-    view = memoryview(data)
+    """Yield the data in pieces: a digest may hold the interpreter, which the event loop needs."""
+    view = memoryview(data).cast("B")
     for start in range(0, len(view), _PIECE_BYTES):
         yield start, view[start : start + _PIECE_BYTES]
 

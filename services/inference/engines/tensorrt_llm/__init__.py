@@ -13,8 +13,10 @@ watch.py         reads events and statistics
 metrics.py       metrics
 weights/: new weights
     checkpoint.py        names, types and shapes that a version must have
-    weight_update.py     a weight version as files
-    worker_extension.py  takes them, in each of the library's GPU workers
+    own_names.py         names of transformers, and their way to those of the checkpoint
+    buckets.py           a weight version as files, two at a time
+    weight_update.py     one update of all ranks
+    worker_extension.py  takes it, in each of the library's GPU workers
     probe.py             new weights against the trainer's log-probs
 library/: the installed library
     library.py       finds, checks and imports it

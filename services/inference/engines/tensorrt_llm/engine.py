@@ -52,7 +52,7 @@ from services.inference.engines.tensorrt_llm.llm import EngineDied, Llm
 from services.inference.engines.tensorrt_llm.metrics import CONTINUED
 from services.inference.engines.tensorrt_llm.requests import (
     capabilities_of,
-    check_sampling,
+    check_temperature,
     read_tokens,
     sampling_params,
 )
@@ -234,7 +234,8 @@ class TensorRtLlm:
             held.expiry.cancel()
             answer = held.answer
         else:
-            answer = self._answer(prompt, first=first, hand_off=await _received(fetch_kv))
+            hand_off = await _received(fetch_kv, prompt)
+            answer = self._answer(prompt, first=first, hand_off=hand_off)
         count = len(first.ids)
         try:
             while True:
@@ -254,8 +255,8 @@ class TensorRtLlm:
 
     def _fitting(self, prompt: Prompt) -> Prompt:
         """Return the prompt with an answer that ends at the context limit, where the library would
-        refuse it. Raises `InvalidArgument` for what this engine lacks."""
-        check_sampling(self._llm.library, prompt.sampling)
+        refuse it. Raises `UnsupportedByEngines` for a temperature that this version lacks."""
+        check_temperature(self._llm.library, prompt.sampling)
         room = self.limits.context_tokens - prompt.tokens
         if prompt.sampling.max_tokens <= room:
             return prompt
@@ -344,17 +345,26 @@ def _only_first(tokens: Tokens) -> Tokens:
     )
 
 
-async def _received(fetch_kv: FetchKv) -> HandOff | None:
-    """Return the hand-off of a prefill engine; None if it is not of this kind."""
+async def _received(fetch_kv: FetchKv, prompt: Prompt) -> HandOff | None:
+    """Return the hand-off of a prefill engine; None if it is not of this kind. Raises
+    `RefusedHandOff` for a damaged one, and for one of another prompt."""
     span = await fetch_kv(0)
     if span.fingerprint != FINGERPRINT:
         CONTINUED.labels("kind").inc()
         return None
     try:
-        return read_hand_off(span.data)
+        hand_off = read_hand_off(span.data)
     except DataLoss as error:
         REFUSED_HAND_OFFS.labels("damaged").inc()
         raise RefusedHandOff(str(error)) from error
+    if hand_off.prompt_tokens != prompt.tokens:
+        # The library would continue the keys and values of the other prompt.
+        REFUSED_HAND_OFFS.labels("place").inc()
+        raise RefusedHandOff(
+            f"the hand-off is of a prompt of {hand_off.prompt_tokens} tokens, this one has "
+            f"{prompt.tokens}"
+        )
+    return hand_off
 
 
 async def _settled(tasks: set[asyncio.Task[Any]]) -> None:

@@ -17,15 +17,19 @@ from forge.core.errors import ForgeError, Unavailable, UnsupportedByEngines
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
 from services.inference.engine_settings import TensorRtLlmSettings
-from services.inference.engines.base import BrokenWeights, Probe
+from services.inference.engines.base import Probe
 from services.inference.engines.tensorrt_llm.gate import Gate
 from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.metrics import RESTARTS
 from services.inference.engines.tensorrt_llm.requests import NO_END
-from services.inference.engines.tensorrt_llm.weights.checkpoint import Checkpoint
+from services.inference.engines.tensorrt_llm.weights.checkpoint import Checkpoint, Fitting
 from services.inference.engines.tensorrt_llm.weights.probe import check_probe
-from services.inference.engines.tensorrt_llm.weights.weight_update import staged
+from services.inference.engines.tensorrt_llm.weights.weight_update import (
+    Ranks,
+    WeightUpdate,
+    staged_update,
+)
 
 _FAILURES_OF_A_DEAD_ENGINE = 3
 """Failed requests in a row before the engine must prove that it lives."""
@@ -109,7 +113,8 @@ class Llm:
         self._settings = settings
         self._llm: Any = None
         self._checkpoint = checkpoint
-        self._snapshot: tuple[int, Mapping[str, NamedTensor]] | None = None
+        self._ranks = Ranks(lambda: self.engine, timeout_s=settings.update_timeout_s)
+        self._snapshot: Fitting | None = None
         """The last whole version, to start again with."""
         self._failures = 0
         self._proof: asyncio.Task[None] | None = None
@@ -198,77 +203,41 @@ class Llm:
 
         Raises `UnfitWeights` and `BrokenWeights`; `Unavailable` if the engine has started again.
         """
-        fitting = await asyncio.to_thread(self._checkpoint.fit, tensors, version=version)
-        async with self._staged(fitting) as buckets:
-            plan = {"version": version, "drain": self._drain(), "buckets": buckets}
-            # Before any rank changes: damage and a full disk cost no restart.
-            await self._agreed("check_forge_update", plan, BrokenWeights)
+        weights = await asyncio.to_thread(self._checkpoint.fit, tensors, version=version)
+        async with staged_update(weights, self._ranks, self._settings) as update:
+            # Before any rank changes: a directory that a rank does not see costs no restart.
+            await update.check()
             async with self.gate.closed():
                 await self._be_alone()
-                await self._apply(plan, probe)
-                self._snapshot = (version, fitting)
+                await self._apply(update, version, probe)
+                self._snapshot = weights
 
-    async def _apply(self, plan: Mapping[str, Any], probe: Probe | None) -> None:
+    async def _apply(self, update: WeightUpdate, version: int, probe: Probe | None) -> None:
         before = self.version
         try:
-            await self._agreed("apply_forge_update", plan, Unavailable)
+            await update.apply(drain=self._drain())
             # Requests of before find no version until the weights are proven.
-            self.version = plan["version"]
+            self.version = version
             await check_probe(self, probe)
         except BaseException as error:
             self.version = before
-            log.error("tensorrt_llm_update_failed", version=plan["version"], error=str(error))
+            log.error("tensorrt_llm_update_failed", version=version, error=str(error))
             await self._restart()
             raise
-
-    @asynccontextmanager
-    async def _staged(
-        self, tensors: Mapping[str, NamedTensor]
-    ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Write the buckets, on a thread; remove them at the end."""
-        staging = staged(
-            tensors,
-            directory=self._settings.update_dir,
-            bucket_bytes=self._settings.update_bucket_mib << 20,
-        )
-        buckets = await asyncio.to_thread(staging.__enter__)
-        try:
-            yield buckets
-        finally:
-            await asyncio.to_thread(staging.__exit__, None, None, None)
 
     def _drain(self) -> bool | None:
         """The control action's argument. No leg runs then; held prompts must not delay it."""
         return False if Feature.UPDATE_WITHOUT_DRAIN in self.library.features else None
 
-    async def _agreed(self, method: str, plan: Mapping[str, Any], kind: type[ForgeError]) -> None:
-        """Call all ranks. Raises `kind` if one fails."""
-        try:
-            async with asyncio.timeout(self._settings.update_timeout_s):
-                answers = await self.engine.collective_rpc(method, args=(plan,))
-        except TimeoutError:
-            raise kind(
-                f"{method} took longer than tensorrt_llm.update_timeout_s = "
-                f"{self._settings.update_timeout_s:g}"
-            ) from None
-        except ForgeError:
-            raise
-        except Exception as error:
-            raise kind(f"{method}: {type(error).__name__}: {error}") from error
-        failed = {rank: answer for rank, answer in enumerate(answers) if answer != ""}
-        if failed:
-            named = "; ".join(f"rank {rank}: {answer}" for rank, answer in failed.items())
-            raise kind(f"{method} of version {plan['version']}: {named}")
-
     async def _be_alone(self) -> None:
         """End or await all legs. Raises `Unavailable` if they do not end in time; a leg that can be
-        paused and does not end hangs in the library, which then starts again."""
+        paused, or computes a prompt alone, hangs in the library, which then starts again."""
         try:
             async with asyncio.timeout(self._settings.update_timeout_s):
                 await self._quiesce()
         except TimeoutError:
             left = len(self.legs)
-            if self._pauses:
+            if self._pauses or any(leg.is_context for leg in self.legs):
                 await self._restart()
             raise Unavailable(
                 f"{left} requests did not end within tensorrt_llm.update_timeout_s = "
@@ -293,13 +262,13 @@ class Llm:
         """Start again with the last whole version. A second failure ends the worker."""
         RESTARTS.inc()
         try:
-            await self.close()
+            # A rank that hangs would delay its end forever.
+            async with asyncio.timeout(self._settings.update_timeout_s):
+                await self.close()
             await self.start()
             if self._snapshot is not None:
-                version, tensors = self._snapshot
-                async with self._staged(tensors) as buckets:
-                    plan = {"version": version, "drain": self._drain(), "buckets": buckets}
-                    await self._agreed("apply_forge_update", plan, Unavailable)
+                async with staged_update(self._snapshot, self._ranks, self._settings) as update:
+                    await update.apply(drain=self._drain())
         except Exception as error:  # Any error of the library.
             self._die(f"cannot start again: {type(error).__name__}: {error}")
 

@@ -24,3 +24,7 @@ STATISTIC = gauge(
     "Values of the library's iteration statistics, by the library's names.",
     ["name"],
 )
+STAGED_BYTES = gauge(
+    "forge_inference_tensorrt_llm_staged_bytes",
+    "Bytes of new weights in tensorrt_llm.update_dir, on their way to the GPUs.",
+)

@@ -67,24 +67,15 @@ class Sampled:
         self.top += other.top
 
 
-def check_sampling(library: Library, sampling: Sampling) -> None:
-    """Raises `UnsupportedByEngines` for what this engine cannot do exactly."""
-    refused = {
-        "grammar": sampling.grammar is not None,
-        "min_tokens": sampling.min_tokens > 0,
-        "penalties and logit_bias": sampling.reweighting is not None,
-        f"top_logprobs above {MOST_TOP_LOGPROBS}": sampling.top_logprobs > MOST_TOP_LOGPROBS,
-    }
-    for name, asked in refused.items():
-        if asked:
-            raise UnsupportedByEngines(f"engine 'tensorrt_llm' has no sampling.{name}")
-    cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+def check_temperature(library: Library, sampling: Sampling) -> None:
+    """Raises `UnsupportedByEngines` for a temperature whose log-probs this version does not
+    return."""
     tempered = sampling.temperature not in (0.0, 1.0)
-    if (cuts or tempered) and Feature.PROCESSED_LOGPROBS not in library.features:
+    if tempered and Feature.PROCESSED_LOGPROBS not in library.features:
         raise UnsupportedByEngines(
-            "engine 'tensorrt_llm' of this version returns log-probs of the model's own "
-            "distribution alone: sample at temperature 1 without top_p, top_k and min_p, or "
-            f"install tensorrt_llm {TARGET}"
+            f"the engine tensorrt_llm cannot serve sampling.temperature = "
+            f"{sampling.temperature:g}: this version returns log-probs of the model's own "
+            f"distribution alone, at temperature 1; install tensorrt_llm {TARGET}"
         )
 
 

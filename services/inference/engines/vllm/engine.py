@@ -33,6 +33,7 @@ from services.inference.engines.aggregated import part
 from services.inference.engines.base import ModelLimits, Piece, Probe, Prompt
 from services.inference.engines.capabilities import Capabilities, Role
 from services.inference.engines.grammar_masks import Grammars
+from services.inference.engines.meta_model import meta_model
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.probes import check_probe, probe_ids
@@ -135,7 +136,7 @@ class VllmEngine:
             # Blocks the event loop while vLLM loads: its sockets belong to the loop that they are
             # made on, and the worker serves nothing before.
             processes = Processes.start(AsyncEngineArgs(**chosen))
-            model = models.meta_model(options.model_path)
+            model = meta_model(options.model_path)
             able = capabilities_of(options, role)
             checkpoint = Checkpoint(
                 model, served=processes.llm.model_config.dtype, drafts=able.drafts

@@ -20,6 +20,7 @@ import msgspec
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from services.inference.engines.base import KvSpan, Prompt, RefusedHandOff
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.threads import run_to_end
 from services.inference.engines.vllm.exchange.kv_format import (
     Layout,
     block_bytes,
@@ -28,7 +29,6 @@ from services.inference.engines.vllm.exchange.kv_format import (
 )
 from services.inference.engines.vllm.exchange.names import KV_CONNECTOR, LOAD, SAVE, TOKENS
 from services.inference.engines.vllm.exchange.shared_memory import SharedMemory
-from services.inference.engines.vllm.threads import run_to_end
 
 Params = dict[str, Any]
 """vLLM's kv_transfer_params."""

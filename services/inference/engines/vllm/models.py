@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forge.core.errors import ConfigError
@@ -124,9 +124,3 @@ def _check_delta_net(model_path: str, config: Any, *, dtype: str) -> None:
             f"vLLM's linear attention on CPUs refuses them ({str(error).splitlines()[0]}); serve "
             "this model on a GPU"
         ) from error
-
-
-def meta_model(model_path: str) -> Any:
-    """Return the model of transformers without data: names, shapes and ties of a checkpoint."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))

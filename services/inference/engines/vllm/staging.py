@@ -18,8 +18,8 @@ from forge.rl.mtp.heads import MtpHeads
 from forge.runtime.telemetry import log
 from services.inference.engines.base import BrokenWeights
 from services.inference.engines.tensor_bytes import NAMES, from_named, is_finite, raw_bytes
+from services.inference.engines.threads import run_to_end
 from services.inference.engines.vllm.exchange.shared_memory import SharedMemory
-from services.inference.engines.vllm.threads import run_to_end
 from services.inference.engines.weight_checks import DRAFT_PREFIX, check_tensor, match_names
 
 _ALIGNED = 64

@@ -122,6 +122,8 @@ class Core:
 
     def close(self) -> None:
         """End the thread; all requests fail."""
+        if self._controlled:
+            raise misuse("a shutdown within a control action waits forever")
         with self.condition:
             self._closed = True
             self.condition.notify_all()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, DynamicCache
 
 from tests.support.inference.tensorrt_llm_fake.behaviour import behaviour, misuse
 from tests.support.inference.tensorrt_llm_fake.executor.result import Logprob
@@ -18,9 +18,10 @@ from tests.support.inference.tensorrt_llm_fake.sampling_params import LogprobMod
 class Module:
     """A part of the model with the hooks of an update."""
 
-    def __init__(self, *, removed: bool = False) -> None:
+    def __init__(self, name: str, calls: list[str], *, removed: bool = False) -> None:
+        self._name = name
+        self._calls = calls
         self._weights_removed = removed
-        self.calls: list[str] = []
 
     def pre_reload_weights(self) -> None:
         """Make room for weights as the checkpoint has them."""
@@ -37,44 +38,64 @@ class Module:
     def _note(self, call: str) -> None:
         if self._weights_removed:
             raise misuse(f"{call} of a module without weights")
-        self.calls.append(call)
+        self._calls.append(f"{self._name}.{call}")
 
 
 class RankModel:
     """The model of one rank: what was loaded, and on rank 0 the model that computes."""
 
     def __init__(self, path: Path, *, computes: bool) -> None:
-        config = AutoConfig.from_pretrained(path)
-        self.hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.computes = computes
         self.generation = 0
         """Grows with each finished update."""
-        self._modules = [Module(), Module(removed=True)]
+        self.stored: dict[str, torch.Tensor] = {}
+        """All tensors as the checkpoint has them."""
+        self.calls: list[str] = []
+        """The hooks called since the last update, of all parts."""
+        self._modules = [
+            Module("layer", self.calls),
+            Module("draft", self.calls, removed=True),
+            Module("head", self.calls),
+        ]
+        self._config = AutoConfig.from_pretrained(path)
         for file in sorted(path.glob("*.safetensors")):
-            self.load(load_file(file))
-        self.hf.requires_grad_(False)
+            self.stored |= load_file(file)
+        self.hf: Any = self._built() if computes else None
+        self._is_stale = False
 
     def modules(self) -> Iterator[Any]:
         """Yield the parts; some have no hooks."""
         yield object()
         yield from self._modules
 
-    @property
-    def calls(self) -> list[str]:
-        """The hooks called since the last update."""
-        return self._modules[0].calls
-
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors by name; unknown names are ignored, as by the library."""
-        state = self.hf.state_dict()
-        with torch.no_grad():
-            for name, tensor in weights.items():
+        """Copy tensors by the names of the checkpoint; unknown names are ignored, as by the
+        library."""
+        state = self.hf.state_dict() if self.computes else {}
+        for name, tensor in weights.items():
+            if name in self.stored:
+                self.stored[name] = tensor.to(self.stored[name].dtype, copy=True)
                 if name in state:
                     state[name].copy_(tensor)
+                else:
+                    self._is_stale = self.computes
+
+    def _built(self) -> Any:
+        owner: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
+        model = owner.from_pretrained(
+            None, config=self._config, state_dict=dict(self.stored), dtype=torch.float32
+        )
+        return model.eval().requires_grad_(False)
+
+    def _renew(self) -> None:
+        """Build the model again from tensors that it has under other names."""
+        if self._is_stale:
+            self.hf, self._is_stale = self._built(), False
 
     @torch.inference_mode()
     def next_logits(self, ids: list[int], cache: DynamicCache | None) -> torch.Tensor:
         """Return the logits after `ids`, computing what `cache` does not have."""
+        self._renew()
         known = 0 if cache is None else int(cache.get_seq_length())
         out = self.hf(torch.tensor([ids[known:]]), past_key_values=cache, use_cache=True)
         logits: torch.Tensor = out.logits[0, -1].float()
@@ -83,6 +104,7 @@ class RankModel:
     @torch.inference_mode()
     def score(self, ids: list[int]) -> list[dict[int, Logprob]]:
         """Return the log-prob of each token but the first."""
+        self._renew()
         logprobs = self.hf(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
         return [
             {token: Logprob(float(row[token]))}

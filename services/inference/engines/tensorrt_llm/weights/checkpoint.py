@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_64_intdigest
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.named_tensor import SAFETENSORS_DTYPES, NamedTensor
 from services.inference.engines.base import BrokenWeights, UnfitWeights
+
+if TYPE_CHECKING:
+    from services.inference.engines.tensorrt_llm.weights.own_names import OwnNames
 
 _ITEM_BYTES = {
     "float64": 8,
@@ -42,15 +45,34 @@ _DRAFT_PREFIX = "mtp."
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _NAMED = 3
 """Names in an error."""
+
+
+_Form = tuple[str, tuple[int, ...]]
+"""Type and shape of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """A version that fits the checkpoint."""
+
+    tensors: Mapping[str, NamedTensor]
+    names: OwnNames | None = None
+    """The way to the names of the checkpoint; None: `tensors` have them."""
+
+    def loaded(self) -> Iterator[NamedTensor]:
+        """Yield the tensors as the checkpoint has them. Experts are copied, one layer at a time."""
+        if self.names is None:
+            return iter(self.tensors.values())
+        return self.names.converted(self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """Types and shapes by name."""
 
+    model_path: str
     types: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     optional: frozenset[str] = frozenset()
@@ -58,36 +80,57 @@ class Checkpoint:
     quantization: str = ""
     """How its weights are quantized; empty: not at all."""
 
-    def fit(self, tensors: Mapping[str, NamedTensor], *, version: int) -> dict[str, NamedTensor]:
-        """Return a version's tensors under the names of the checkpoint, without draft heads that
-        the library does not have. Reads them all, so call it on a thread.
+    def fit(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Fitting:
+        """Return a version without draft heads that the library does not have, and the way from the
+        names of transformers to those of the checkpoint. Reads all tensors, so call it on a thread.
 
         Raises `UnfitWeights` for other names, types or shapes, and for a tensor with too few or
         many bytes; `BrokenWeights` for NaN or infinity.
         """
-        found = {one.name: one for tensor in tensors.values() for one in self._renamed(tensor)}
+        found = {
+            one.name: one
+            for one in tensors.values()
+            if one.name in self.shapes or not one.name.startswith(_DRAFT_PREFIX)
+        }
         for name in [name for name in found if self._is_tied_head(name, found)]:
             del found[name]
-        self._check_names(found, version=version)
-        for tensor in found.values():
-            self._check_tensor(tensor, version=version)
-        for tensor in found.values():
+        fitting = self._fitting(found, version=version)
+        for tensor in fitting.tensors.values():
             if tensor.dtype in _FLOATS and not _is_finite(tensor):
                 raise BrokenWeights(f"weights {version}: {tensor.name} has NaN or infinity")
-        return found
+        return fitting
 
-    def _renamed(self, tensor: NamedTensor) -> Iterator[NamedTensor]:
-        """Yield a tensor, or the experts of a stack; nothing for what the library does not have."""
-        name = tensor.name
-        stack = _STACK.fullmatch(name)
-        if name in self.shapes:
-            yield tensor
-        elif name.startswith(_DRAFT_PREFIX):
-            return
-        elif stack and f"{stack[1]}.0.down_proj.weight" in self.shapes and _is_stack(tensor):
-            yield from _experts(tensor, stack[1], stack[2])
-        else:
-            yield tensor
+    def _fitting(self, found: Mapping[str, NamedTensor], *, version: int) -> Fitting:
+        names = None
+        if not (found.keys() <= self.shapes.keys() or self.quantization):
+            names = self._own_names(version)
+        if names is None:
+            self._check({name: (one.dtype, one.shape) for name, one in found.items()}, version)
+            for tensor in found.values():
+                _check_size(tensor, version=version)
+            return Fitting(tensors=found)
+        own = names.fit(found, version=version)
+        self._check(names.stored(own), version)
+        return Fitting(tensors=own, names=names)
+
+    def _own_names(self, version: int) -> OwnNames | None:
+        """Return the names of transformers' model; None if the checkpoint has the same."""
+        try:
+            # The library's environment has torch, the host that reads findings of it may have none.
+            from services.inference.engines.tensorrt_llm.weights.own_names import own_names
+
+            names = own_names(self.model_path)
+        except (ImportError, InvalidArgument) as error:
+            raise UnfitWeights(
+                f"weights {version} have other names than the checkpoint in model_path, and "
+                f"nothing converts them: {error}"
+            ) from error
+        return names if names.differ else None
+
+    def _check(self, found: Mapping[str, _Form], version: int) -> None:
+        self._check_names(found.keys(), version=version)
+        for name, form in found.items():
+            self._check_form(name, form, version=version)
 
     def _is_tied_head(self, name: str, found: Mapping[str, NamedTensor]) -> bool:
         """Whether it is a second name of the embedding, which the checkpoint does not have."""
@@ -97,9 +140,9 @@ class Checkpoint:
         digest = xxh3_64_intdigest(found[name].data)
         return any(xxh3_64_intdigest(one.data) == digest for one in embeddings)
 
-    def _check_names(self, found: Mapping[str, NamedTensor], *, version: int) -> None:
-        missing = sorted(self.shapes.keys() - self.optional - found.keys())
-        unknown = sorted(found.keys() - self.shapes.keys())
+    def _check_names(self, found: Set[str], *, version: int) -> None:
+        missing = sorted(self.shapes.keys() - self.optional - found)
+        unknown = sorted(found - self.shapes.keys())
         if missing or unknown:
             raise UnfitWeights(
                 f"weights {version} are not those of the checkpoint in model_path: "
@@ -107,23 +150,18 @@ class Checkpoint:
                 f"{len(unknown)} are unknown ({', '.join(unknown[:_NAMED])}){self._advice()}"
             )
 
-    def _check_tensor(self, tensor: NamedTensor, *, version: int) -> None:
-        name, wanted = tensor.name, self.types[tensor.name]
-        if tensor.dtype != wanted and not {tensor.dtype, wanted} <= _FLOATS:
+    def _check_form(self, name: str, form: _Form, *, version: int) -> None:
+        dtype, shape = form
+        wanted = self.types[name]
+        if dtype != wanted and not {dtype, wanted} <= _FLOATS:
             raise UnfitWeights(
-                f"weights {version}: {name} is {tensor.dtype}, the checkpoint in model_path has "
+                f"weights {version}: {name} is {dtype}, the checkpoint in model_path has "
                 f"{wanted}{self._advice()}"
             )
-        if tensor.shape != self.shapes[name]:
+        if shape != self.shapes[name]:
             raise UnfitWeights(
-                f"weights {version}: {name} is {list(tensor.shape)}, the checkpoint in model_path "
+                f"weights {version}: {name} is {list(shape)}, the checkpoint in model_path "
                 f"has {list(self.shapes[name])}{self._advice()}"
-            )
-        size = math.prod(tensor.shape) * _ITEM_BYTES.get(tensor.dtype, 0)
-        if memoryview(tensor.data).nbytes != size:
-            raise UnfitWeights(
-                f"weights {version}: {name} has {memoryview(tensor.data).nbytes} bytes, "
-                f"{tensor.dtype} of shape {list(tensor.shape)} has {size}"
             )
 
     def _advice(self) -> str:
@@ -157,6 +195,7 @@ def read_checkpoint(model_path: str) -> Checkpoint:
             raise ConfigError(f"model_path = {model_path!r}: {file.name}: {error}") from None
     config = _read_json(directory / "config.json")
     return Checkpoint(
+        model_path=model_path,
         types=types,
         shapes=shapes,
         optional=frozenset(name for name in types if _is_optional(name, config)),
@@ -194,26 +233,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _is_stack(tensor: NamedTensor) -> bool:
-    """Whether it has the experts of a layer, [experts, outputs, inputs], in whole bytes."""
+def _check_size(tensor: NamedTensor, *, version: int) -> None:
     size = math.prod(tensor.shape) * _ITEM_BYTES.get(tensor.dtype, 0)
-    return len(tensor.shape) == 3 and memoryview(tensor.data).nbytes == size > 0
-
-
-def _experts(tensor: NamedTensor, owner: str, projection: str) -> Iterator[NamedTensor]:
-    """Yield the matrices of a stack, as views; gate and up follow each other in one of both."""
-    parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
-    experts, outputs, inputs = tensor.shape
-    rows = outputs // len(parts)
-    size = rows * inputs * _ITEM_BYTES[tensor.dtype]
-    data = memoryview(tensor.data)
-    for number in range(experts * len(parts)):
-        expert, part = divmod(number, len(parts))
-        yield replace(
-            tensor,
-            name=f"{owner}.{expert}.{parts[part]}.weight",
-            shape=(rows, inputs),
-            data=data[number * size : (number + 1) * size],
+    if memoryview(tensor.data).nbytes != size:
+        raise UnfitWeights(
+            f"weights {version}: {tensor.name} has {memoryview(tensor.data).nbytes} bytes, "
+            f"{tensor.dtype} of shape {list(tensor.shape)} has {size}"
         )
 
 

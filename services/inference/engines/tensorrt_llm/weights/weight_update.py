@@ -1,82 +1,125 @@
-"""A weight version as files that all ranks read.
+"""One weight update: buckets from the driver to all ranks, within one control action of each rank.
 
-Owns the buckets and their place. The update itself is the engine's.
+Owns the order of calls, not the files (`buckets`) nor what a rank does (`worker_extension`).
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
-from xxhash import xxh3_64_hexdigest
+from forge.core.errors import ForgeError, Unavailable
+from forge.runtime.telemetry import log
+from services.inference.engine_settings import TensorRtLlmSettings
+from services.inference.engines.tensorrt_llm.weights import buckets
+from services.inference.engines.tensorrt_llm.weights.buckets import Bucket, Buckets
+from services.inference.engines.tensorrt_llm.weights.checkpoint import Fitting
+from services.inference.engines.threads import run_to_end
 
-from forge.core.errors import ResourceExhausted
-from forge.core.named_tensor import NamedTensor
-
-_ALIGNMENT = 256
-"""Tensors begin at multiples of this, so that a rank may view them in any type."""
-_SLACK = 1 << 24
+_ABORT_S = 30.0
+"""Longest wait for ranks to leave the control action of a failed update."""
 
 
-@contextmanager
-def staged(
-    tensors: Mapping[str, NamedTensor], *, directory: str, bucket_bytes: int
-) -> Iterator[list[dict[str, Any]]]:
-    """Write the buckets; yield their part of a `Plan`; remove them at the end.
+class WeightUpdate:
+    """One version on its way to the ranks. The first bucket is there from the beginning."""
 
-    Raises `ResourceExhausted` if `directory` has too little room.
-    """
-    total = sum(memoryview(tensor.data).nbytes for tensor in tensors.values())
-    free = shutil.disk_usage(directory).free
-    if free < total + _SLACK:
-        raise ResourceExhausted(
-            f"tensorrt_llm.update_dir = {directory!r} has {free >> 20} MiB free, an update needs "
-            f"{(total + _SLACK) >> 20} MiB"
-        )
-    folder = Path(directory) / f"forge-weights-{os.getpid()}-{secrets.token_hex(4)}"
-    folder.mkdir(mode=0o700)
+    def __init__(
+        self, folder: Buckets, first: Bucket, following: Iterator[Bucket], ranks: Ranks
+    ) -> None:
+        """`following`: writes the buckets after `first` to `folder`."""
+        self._folder = folder
+        self._first = first
+        self._following = following
+        self._ranks = ranks
+
+    async def check(self) -> None:
+        """Have all ranks read the first bucket. Changes nothing. Raises `Unavailable`."""
+        await self._ranks.call("check_forge_bucket", self._first)
+
+    async def apply(self, *, drain: bool | None) -> None:
+        """Load all buckets. Raises `Unavailable` if a rank fails: the weights are then a mix, and
+        the engine must start again. `drain`: the control action's argument, None without one.
+        No file is left."""
+        try:
+            await self._ranks.call("begin_forge_update", drain)
+            async with aclosing(self._staged()) as staged:
+                async for bucket in staged:
+                    await self._ranks.call("load_forge_bucket", bucket)
+            await self._ranks.call("finish_forge_update")
+        except BaseException:
+            await self._abort()
+            raise
+        finally:
+            await run_to_end(self._folder.close)
+
+    async def _staged(self) -> AsyncGenerator[Bucket]:
+        """Yield the buckets. The next one is written while the caller has one."""
+        current: Bucket | None = self._first
+        while current is not None:
+            writing = asyncio.create_task(asyncio.to_thread(next, self._following, None))
+            try:
+                yield current
+            finally:
+                # Also for a caller that leaves: the thread cannot be stopped.
+                await asyncio.wait({writing})
+            self._folder.remove(current)
+            current = writing.result()
+
+    async def _abort(self) -> None:
+        """End the control actions: within one the library cannot shut down."""
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                await self._ranks.call("abort_forge_update")
+        except (ForgeError, TimeoutError) as error:
+            log.warning("tensorrt_llm_update_not_aborted", error=str(error))
+
+
+class Ranks:
+    """All GPU workers of an engine of the library."""
+
+    def __init__(self, engine: Callable[[], Any], *, timeout_s: float) -> None:
+        """`engine`: returns the library's engine."""
+        self._engine = engine
+        self._timeout_s = timeout_s
+
+    async def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of all ranks. Raises `Unavailable` if one fails."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answers = await self._engine().collective_rpc(method, args=arguments)
+        except TimeoutError:
+            raise Unavailable(
+                f"{method} took longer than tensorrt_llm.update_timeout_s = {self._timeout_s:g}"
+            ) from None
+        except ForgeError:
+            raise
+        except Exception as error:  # Any error of the library.
+            raise Unavailable(f"{method}: {type(error).__name__}: {error}") from error
+        failed = {rank: answer for rank, answer in enumerate(answers) if answer != ""}
+        if failed:
+            named = "; ".join(f"rank {rank}: {answer}" for rank, answer in failed.items())
+            raise Unavailable(f"{method}: {named}")
+
+
+@asynccontextmanager
+async def staged_update(
+    weights: Fitting, ranks: Ranks, settings: TensorRtLlmSettings
+) -> AsyncIterator[WeightUpdate]:
+    """Write the first bucket of an update; remove all files at the end. Raises
+    `ResourceExhausted`."""
+    size = settings.update_bucket_mib * buckets.MIB
+    opening = buckets.opened(
+        settings.update_dir,
+        bucket_bytes=size,
+        needed_bytes=buckets.needed_bytes(weights.tensors.values(), bucket_bytes=size),
+    )
+    folder = await run_to_end(opening.__enter__)
     try:
-        yield [
-            _write(folder / f"bucket-{number:04d}", bucket)
-            for number, bucket in enumerate(_buckets(tensors.values(), bucket_bytes))
-        ]
+        written = folder.write(weights.loaded())
+        first = await run_to_end(partial(next, written))
+        yield WeightUpdate(folder, first, written, ranks)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _buckets(
-    tensors: Sequence[NamedTensor] | Any, bucket_bytes: int
-) -> Iterator[list[NamedTensor]]:
-    bucket: list[NamedTensor] = []
-    size = 0
-    for tensor in tensors:
-        length = memoryview(tensor.data).nbytes
-        if bucket and size + length > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += length
-    if bucket:
-        yield bucket
-
-
-def _write(path: Path, bucket: Sequence[NamedTensor]) -> dict[str, Any]:
-    data = bytearray()
-    layout = []
-    for tensor in bucket:
-        data += bytes(-len(data) % _ALIGNMENT)
-        size = memoryview(tensor.data).nbytes
-        layout.append([tensor.name, tensor.dtype, list(tensor.shape), len(data), size])
-        data += tensor.data
-    # An empty file cannot be mapped.
-    path.write_bytes(data or b"\0")
-    return {
-        "path": str(path),
-        "digest": xxh3_64_hexdigest(bytes(data or b"\0")),
-        "tensors": layout,
-    }
+        await run_to_end(partial(opening.__exit__, None, None, None))

@@ -10,16 +10,15 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-Plan = Mapping[str, Any]
-"""version, drain (None: the version has no such argument), and buckets: path, digest and tensors,
-each as name, dtype, shape, offset and bytes."""
+Bucket = Mapping[str, Any]
+"""A file of tensors; see `buckets`."""
 
 # Serial loading keeps all copies on one stream, and needs less memory.
 os.environ.setdefault("TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL", "1")
@@ -34,35 +33,35 @@ class WorkerExtension:
 
     engine: Any
     device_id: int
+    forge_update: ExitStack
+    """The control action of the update that runs."""
 
-    def check_forge_update(self, plan: Plan) -> str:
-        """Read and compare all buckets; return an error, "" without one. Changes nothing."""
-        for bucket in plan["buckets"]:
-            try:
-                with _mapped(bucket["path"]) as data:
-                    digest = xxh3_64_hexdigest(data)
-            except (OSError, ValueError) as error:
-                return f"{bucket['path']}: {error}"
-            if digest != bucket["digest"]:
-                return f"{bucket['path']}: digest {digest}, not {bucket['digest']}"
-        return ""
+    def check_forge_bucket(self, bucket: Bucket) -> str:
+        """Read and compare a bucket; return an error, "" without one. Changes nothing."""
+        return _tried(lambda: _read(bucket))
 
-    def apply_forge_update(self, plan: Plan) -> str:
-        """Load all buckets in one control action; return an error, "" without one.
+    def begin_forge_update(self, drain: bool | None) -> str:
+        """Enter the control action, which lasts until finish or abort; return an error, "" without
+        one. `drain`: its argument; None: the version has no such argument."""
+        return _tried(lambda: _begin(self, drain))
 
-        After an error the weights of this rank are a mix: the driver starts the engine again.
+    def load_forge_bucket(self, bucket: Bucket) -> str:
+        """Load the tensors of a bucket; return an error, "" without one.
+
+        After an error of this or the next method the weights of this rank are a mix: the driver
+        starts the engine again.
         """
-        loader = self.engine.model_engine.model_loader
-        try:
-            with _control_action(self.engine, plan["drain"]):
-                try:
-                    _load(self, plan["buckets"], loader)
-                except Exception:
-                    _call_if_there(loader, "abort_update_weights")
-                    raise
-        except Exception as error:  # Any error of the library.
-            return f"{type(error).__name__}: {error}"
-        return ""
+        return _tried(lambda: _load(self, bucket))
+
+    def finish_forge_update(self) -> str:
+        """Serve the loaded weights, and leave the control action; return an error, "" without
+        one."""
+        return _tried(lambda: _finish(self))
+
+    def abort_forge_update(self) -> str:
+        """Leave the control action of an update that failed: within it the library cannot shut
+        down. Return an error, "" without one."""
+        return _tried(lambda: _abort(self))
 
     def wait_for_engine_idle(self) -> None:
         """Return once no request is active or waits. The library's `pause_generation` calls it on
@@ -71,22 +70,51 @@ class WorkerExtension:
             pass
 
 
-def _load(worker: WorkerExtension, buckets: Sequence[Mapping[str, Any]], loader: Any) -> None:
-    model = worker.engine.model_engine.model
+class _Aborted(Exception):
+    """Leaves a control action as a failure of its body does."""
+
+
+def _tried(step: Callable[[], object]) -> str:
+    try:
+        step()
+    except Exception as error:  # Any error of the library.
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _begin(worker: WorkerExtension, drain: bool | None) -> None:
+    worker.forge_update = ExitStack()
+    worker.forge_update.enter_context(_control_action(worker.engine, drain))
     _synchronize()
-    _call_if_there(loader, "begin_update_weights")
-    for module in _modules_with(model, "pre_reload_weights"):
-        module.pre_reload_weights()
-    for bucket in buckets:
-        with _mapped(bucket["path"]) as data:
-            tensors = _tensors(data, bucket["tensors"], worker.device_id)
-            loader.reload(model, tensors, allow_partial_loading=True)
-            del tensors
-            _synchronize()
-    _finalize(worker, loader)
+    _call_if_there(worker.engine.model_engine.model_loader, "begin_update_weights")
+    for module in worker.engine.model_engine.model.modules():
+        _call_hook(module, "pre_reload_weights")
+
+
+def _load(worker: WorkerExtension, bucket: Bucket) -> None:
+    engine = worker.engine.model_engine
+    tensors = _tensors(_read(bucket), bucket["tensors"], worker.device_id)
+    engine.model_loader.reload(engine.model, tensors, allow_partial_loading=True)
+    del tensors
+    _synchronize()
+
+
+def _finish(worker: WorkerExtension) -> None:
+    _finalize(worker, worker.engine.model_engine.model_loader)
     _place_experts(worker.engine)
     _synchronize()
+    _release_buckets()
     worker.engine.reset_prefix_cache()
+    worker.forge_update.close()
+
+
+def _abort(worker: WorkerExtension) -> None:
+    update: ExitStack | None = getattr(worker, "forge_update", None)
+    if update is None:
+        return
+    with suppress(_Aborted), update:
+        _call_if_there(worker.engine.model_engine.model_loader, "abort_update_weights")
+        raise _Aborted
 
 
 def _finalize(worker: WorkerExtension, loader: Any) -> None:
@@ -96,9 +124,10 @@ def _finalize(worker: WorkerExtension, loader: Any) -> None:
         finalize(worker)
         return
     _call_if_there(loader, "finalize_update_weights")
-    for hook in ("process_weights_after_loading", "post_load_weights"):
-        for module in _modules_with(worker.engine.model_engine.model, hook):
-            getattr(module, hook)()
+    # Both hooks of a module before the next module, as in the library's first load.
+    for module in worker.engine.model_engine.model.modules():
+        for hook in ("process_weights_after_loading", "post_load_weights"):
+            _call_hook(module, hook)
 
 
 def _place_experts(engine: Any) -> None:
@@ -117,14 +146,13 @@ def _control_action(engine: Any, drain: bool | None) -> AbstractContextManager[A
     return action
 
 
-def _modules_with(model: Any, hook: str) -> Iterator[Any]:
-    for module in model.modules():
-        if hasattr(module, hook) and not getattr(module, "_weights_removed", False):
-            yield module
+def _call_hook(module: Any, hook: str) -> None:
+    if not getattr(module, "_weights_removed", False):
+        _call_if_there(module, hook)
 
 
-def _call_if_there(loader: Any, name: str) -> None:
-    hook = getattr(loader, name, None)
+def _call_if_there(owner: Any, name: str) -> None:
+    hook = getattr(owner, name, None)
     if hook is not None:
         hook()
 
@@ -136,9 +164,18 @@ def _library_extension() -> Any:
         return None
 
 
-def _mapped(path: str) -> mmap.mmap:
-    with Path(path).open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def _read(bucket: Bucket) -> mmap.mmap:
+    """Map the file. Raises `ValueError` for another content."""
+    with Path(bucket["path"]).open("rb") as file:
+        # Copied on write, so that torch may view it; nothing writes.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    digest = xxh3_64_hexdigest(data)
+    if (len(data), digest) != (bucket["bytes"], bucket["digest"]):
+        raise ValueError(
+            f"{bucket['path']} has {len(data)} bytes with digest {digest}, not {bucket['bytes']} "
+            f"with {bucket['digest']}"
+        )
+    return data
 
 
 def _tensors(data: mmap.mmap, layout: Sequence[Sequence[Any]], device_id: int) -> dict[str, Any]:
@@ -147,9 +184,12 @@ def _tensors(data: mmap.mmap, layout: Sequence[Sequence[Any]], device_id: int) -
     device = torch.device("cuda", device_id) if torch.cuda.is_available() else torch.device("cpu")
     found = {}
     for name, dtype, shape, offset, size in layout:
-        # A copy: the mapping is read-only, and ends before the GPU may have read it.
-        flat = torch.frombuffer(bytearray(data[offset : offset + size]), dtype=torch.uint8)
-        found[name] = flat.view(getattr(torch, dtype)).view(tuple(shape)).to(device)
+        if not size:
+            found[name] = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
+            continue
+        flat = torch.frombuffer(data, dtype=torch.uint8, offset=offset, count=size)
+        # A copy: the file ends with the bucket.
+        found[name] = flat.view(getattr(torch, dtype)).view(tuple(shape)).to(device, copy=True)
     return found
 
 
@@ -158,3 +198,11 @@ def _synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _release_buckets() -> None:
+    """Give the GPU memory of the buckets back, which torch would keep for itself."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ from forge.core.errors import ConfigError
 from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.provider import KvStoreOptions
-from services.inference.engines.tensorrt_llm.arguments import Role, engine_arguments
-from services.inference.engines.tensorrt_llm.library.surface import TARGET
+from services.inference.engines.tensorrt_llm.arguments import EXTENSION, Role, engine_arguments
+from services.inference.engines.tensorrt_llm.library.surface import TARGET, load_surface
+from services.inference.engines.tensorrt_llm.weights import worker_extension
 from tests.contract.engines import CONTEXT_TOKENS
+from tests.support.inference import tensorrt_llm
 from tests.support.inference.tensorrt_llm import OLD, library, options
 
 
@@ -67,3 +71,30 @@ def test_engine_that_transfers_has_a_transceiver(
     assert (found is not None) is transfers
     if found is not None:
         assert (found.backend, found.max_tokens_in_buffer) == ("NIXL", CONTEXT_TOKENS)
+
+
+def test_prompts_up_to_the_context_are_taken(model_path: Path) -> None:
+    """The library's own limit is 1024 tokens; longer passes are cut into chunks."""
+    found = arguments(model_path)
+    assert (found["max_input_len"], found["max_seq_len"]) == (CONTEXT_TOKENS, CONTEXT_TOKENS)
+    assert found["enable_chunked_prefill"]
+
+
+def test_graphs_that_keep_old_weights_are_refused(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured graphs must see updated weights. 1.2.1 without a setting of its own has none."""
+    assert "cuda_graph_config" in arguments(model_path)
+    assert "cuda_graph_config" not in arguments(model_path, version=OLD)
+    surface = load_surface(TARGET)
+    unsafe = replace(surface, behaviours=surface.behaviours - {"updates_fit_cuda_graphs"})
+    monkeypatch.setattr(tensorrt_llm, "load_surface", lambda _: unsafe)
+    with pytest.raises(ConfigError, match="cuda_graphs = true needs tensorrt_llm"):
+        arguments(model_path)
+    assert "cuda_graph_config" not in arguments(model_path, cuda_graphs=False)
+
+
+def test_workers_load_weights_on_one_stream() -> None:
+    """The library imports the extension in each worker before it loads the model."""
+    assert worker_extension.__name__ in EXTENSION
+    assert os.environ["TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL"] == "1"

@@ -154,6 +154,27 @@ async def test_damaged_hand_off_is_refused(behaviour: Behaviour, model_path: Pat
                 pass
 
 
+async def test_hand_off_of_another_prompt_is_refused(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """The library would continue it. The prompt is prefilled again."""
+    async with (
+        started(model_path, Role.PREFILL) as prefill,
+        started(model_path, Role.DECODE) as decode,
+    ):
+        await load(prefill, decode)
+        other, prompt = (make_prompt(prompt_ids(tokens), GREEDY) for tokens in (40, 41))
+        first = (await prefill.prefill(other, hold_s=60)).first
+
+        async def fetch(from_token: int) -> KvSpan:
+            return await prefill.fetch_kv(other.request_id, from_token=from_token)
+
+        with pytest.raises(RefusedHandOff, match="a prompt of 40 tokens, this one has 41"):
+            async for _ in decode.decode(prompt, first, fetch, stream=False):
+                pass
+        assert not core_of(decode).requests
+
+
 async def test_prefill_outlives_its_caller(behaviour: Behaviour, model_path: Path) -> None:
     """A prefill in the library cannot be aborted; the prompt of a caller that has left is not
     held."""

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from forge.core.errors import InvalidArgument
-from services.inference.engines.base import Finish, Grammar, Reweighting, Sampling
+from services.inference.engines.base import Finish, Sampling
 from services.inference.engines.tensorrt_llm.library.surface import TARGET
 from services.inference.engines.tensorrt_llm.requests import (
     CAPABILITIES,
     WrongAnswer,
     capabilities_of,
-    check_sampling,
+    check_temperature,
     read_finish,
     read_tokens,
     sampling_params,
@@ -63,31 +63,16 @@ def test_old_version_asks_for_one_logprob() -> None:
     assert (made.logprobs, made.logprobs_mode) == (1, None)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"grammar": Grammar(kind="regex", text="a")},
-        {"min_tokens": 3},
-        {"reweighting": Reweighting(presence=0.5)},
-        {"top_logprobs": 21},
-    ],
-)
-def test_what_the_engine_lacks_is_refused_by_its_name(changed: dict[str, Any]) -> None:
-    """Nothing is ignored in silence."""
-    with pytest.raises(InvalidArgument, match="engine 'tensorrt_llm' has no"):
-        check_sampling(library(), replace(SAMPLED, **changed))
-
-
-@pytest.mark.parametrize(
-    "changed", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}]
-)
-def test_raw_logprobs_allow_no_other_distribution(changed: dict[str, float]) -> None:
+def test_raw_logprobs_allow_no_other_temperature() -> None:
     """1.2.1 returns log-probs of the model's distribution: only that one may be sampled."""
-    check_sampling(library(OLD), SAMPLED)
-    check_sampling(library(OLD), GREEDY)
-    check_sampling(library(), replace(SAMPLED, **changed))  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="temperature 1"):
-        check_sampling(library(OLD), replace(SAMPLED, **changed))  # type: ignore[arg-type]
+    cold = replace(SAMPLED, temperature=0.7)
+    for fitting in (SAMPLED, GREEDY):
+        check_temperature(library(OLD), fitting)
+    check_temperature(library(), cold)
+    with pytest.raises(
+        InvalidArgument, match=r"the engine tensorrt_llm cannot serve .*temperature = 0.7"
+    ):
+        check_temperature(library(OLD), cold)
 
 
 def test_abilities_follow_from_the_version() -> None:

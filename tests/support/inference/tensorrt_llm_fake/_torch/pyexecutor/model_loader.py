@@ -50,7 +50,7 @@ class ModelLoader:
         """Load some tensors."""
         if not allow_partial_loading:
             raise misuse("a bucket is loaded as if it were the whole model")
-        if "pre_reload_weights" not in model.calls:
+        if "head.pre_reload_weights" not in model.calls:
             raise misuse("weights are reloaded without pre_reload_weights")
         if not behaviour().is_old and not self._began:
             raise misuse("weights are reloaded without begin_update_weights")

@@ -56,7 +56,12 @@ class PyExecutor:
 
     def _end_update(self) -> None:
         model = self._core.ranks[self._rank]
-        wanted = ["pre_reload_weights", "process_weights_after_loading", "post_load_weights"]
+        # Of one part after the other, as at the first load.
+        ends = ("process_weights_after_loading", "post_load_weights")
+        wanted = [
+            *(f"{part}.pre_reload_weights" for part in ("layer", "head")),
+            *(f"{part}.{end}" for part in ("layer", "head") for end in ends),
+        ]
         if model.calls != wanted and model.generation >= 0:
             raise misuse(f"hooks of an update: {model.calls}")
         balancer = self.model_engine.moe_load_balancer

@@ -79,7 +79,9 @@ async def test_extension_with_a_name_of_the_worker_is_refused(
 ) -> None:
     """Also with a private one: ours has its methods for collective calls alone."""
     ours = [name for name in dir(WorkerExtension) if not name.startswith("__")]
-    assert sorted(ours) == ["apply_forge_update", "check_forge_update", "wait_for_engine_idle"]
+    steps = {"begin_forge_update", "finish_forge_update", "abort_forge_update"}
+    of_buckets = {"check_forge_bucket", "load_forge_bucket"}
+    assert {*ours} == {*steps, *of_buckets, "wait_for_engine_idle"}
     monkeypatch.setattr(WorkerExtension, "_handle_background_error", None, raising=False)
     with pytest.raises(ValueError, match="already defines '_handle_background_error'"):
         await start(tmp_path)

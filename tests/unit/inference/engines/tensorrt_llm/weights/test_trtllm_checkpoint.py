@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from forge.core.errors import ConfigError
 from forge.core.named_tensor import NamedTensor
-from services.inference.engines.base import BrokenWeights, UnfitWeights
+from services.inference.engines.base import UnfitWeights
 from services.inference.engines.tensor_bytes import from_named, to_named
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.weights.checkpoint import read_checkpoint
@@ -40,17 +40,6 @@ async def test_first_version_must_be_of_the_checkpoint(
         assert engine.status().version == 0
 
 
-async def test_weights_with_one_nan_are_not_served(behaviour: Behaviour, model_path: Path) -> None:
-    """Without a probe, too."""
-    good = published(reference("qwen3"))
-    name = "model.embed_tokens.weight"
-    broken = replace(good[name], data=bytes(good[name].data)[:-4] + b"\xff" * 4)
-    async with started(model_path, Role.BOTH) as engine:
-        with pytest.raises(BrokenWeights, match=r"model\.embed_tokens\.weight has NaN"):
-            await engine.load(good | {name: broken}, version=1)
-        assert engine.status().version == 0
-
-
 def test_model_without_weights_is_refused(tmp_path: Path) -> None:
     """The library could not start, either."""
     reference("qwen3").config.save_pretrained(tmp_path)
@@ -62,7 +51,7 @@ def test_floats_may_have_another_width(tmp_path: Path) -> None:
     """The library casts them; integers in their place would be other numbers."""
     checkpoint = read_checkpoint(stored(tmp_path, reference("qwen3")))
     half = published(reference("qwen3", seed=1).half())
-    assert checkpoint.fit(half, version=2) == half
+    assert checkpoint.fit(half, version=2).tensors == half
     integers = {name: replace(one, dtype="int32") for name, one in published_(1).items()}
     with pytest.raises(UnfitWeights, match="is int32, the checkpoint in model_path has float32"):
         checkpoint.fit(integers, version=2)
@@ -78,7 +67,7 @@ def test_tied_head_may_come_by_its_own_name(tmp_path: Path) -> None:
     tensors = published_(1)
     embedding = tensors["model.embed_tokens.weight"]
     head = replace(embedding, name="lm_head.weight")
-    assert checkpoint.fit(tensors | {head.name: head}, version=1) == tensors
+    assert checkpoint.fit(tensors | {head.name: head}, version=1).tensors == tensors
     own = replace(head, data=bytes(len(head.data)))
     with pytest.raises(UnfitWeights, match=r"1 are unknown \(lm_head.weight\)"):
         checkpoint.fit(tensors | {head.name: own}, version=1)
@@ -87,7 +76,7 @@ def test_tied_head_may_come_by_its_own_name(tmp_path: Path) -> None:
 def test_draft_heads_are_left_out(tmp_path: Path) -> None:
     """The library has none of Forge's."""
     checkpoint = read_checkpoint(stored(tmp_path, reference("qwen3")))
-    assert checkpoint.fit(with_heads(published_(0)), version=1) == published_(0)
+    assert checkpoint.fit(with_heads(published_(0)), version=1).tensors == published_(0)
 
 
 def test_drafting_layers_of_a_checkpoint_may_be_missing(tmp_path: Path) -> None:
@@ -102,7 +91,7 @@ def test_drafting_layers_of_a_checkpoint_may_be_missing(tmp_path: Path) -> None:
     save_file(more, tmp_path / "model-mtp.safetensors")
     checkpoint = read_checkpoint(str(tmp_path))
     tensors = published_(0)
-    assert checkpoint.fit(tensors, version=1) == tensors
+    assert checkpoint.fit(tensors, version=1).tensors == tensors
     last = f"model.layers.{layers - 1}.input_layernorm.weight"
     with pytest.raises(UnfitWeights, match=rf"1 tensors are missing \({last}\)"):
         checkpoint.fit({name: one for name, one in tensors.items() if name != last}, version=1)
@@ -114,7 +103,8 @@ def test_stacked_experts_get_the_names_of_the_checkpoint(tmp_path: Path) -> None
     model = reference("qwen3_moe")
     tensors = published(model)
     assert any(name.endswith("experts.gate_up_proj") for name in tensors)
-    fitted = read_checkpoint(stored(tmp_path, model)).fit(tensors, version=1)
+    fitting = read_checkpoint(stored(tmp_path, model)).fit(tensors, version=1)
+    fitted = {one.name: one for one in fitting.loaded()}
     saved = load_file(tmp_path / "model.safetensors")
     assert fitted.keys() == saved.keys()
     assert all(torch.equal(from_named(one), saved[name]) for name, one in fitted.items())

@@ -6,29 +6,29 @@ import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from forge.core.errors import Unavailable
-from services.inference.engines.base import (
-    BrokenWeights,
-    Probe,
-    UnfitWeights,
-)
 from services.inference.engines.tensorrt_llm.arguments import Role
+from services.inference.engines.tensorrt_llm.metrics import STAGED_BYTES
+from services.inference.engines.tensorrt_llm.weights import buckets
 from tests.contract.engines import (
     GREEDY,
     Answer,
     Pair,
     is_greedy,
+    make_prompt,
     prompt_ids,
     published,
     reference,
 )
 from tests.support.inference.tensorrt_llm import OLD, both, core_of, load, started
 from tests.support.inference.tensorrt_llm_fake._torch import async_llm
+from tests.support.inference.tensorrt_llm_fake._torch.pyexecutor.model_loader import ModelLoader
 from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour
 from tests.support.runtime.waiting import until
 
@@ -109,12 +109,45 @@ async def test_old_version_drains_before_an_update(behaviour: Behaviour, model_p
         await update
 
 
-@pytest.mark.parametrize("fault", ["reload", "raise"])
+async def test_update_stages_two_buckets_at_most(
+    behaviour: Behaviour, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory holds no second copy of the model: a bucket that all ranks have loaded is removed
+    before the one after the next is written. All buckets belong to one control action."""
+    monkeypatch.setattr(buckets, "MIB", 1 << 16)
+    folder = tmp_path / "updates"
+    folder.mkdir()
+    staged: list[list[int]] = []
+    reload = ModelLoader.reload
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        staged.append([file.stat().st_size for file in folder.rglob("bucket-*")])
+        reload(*args, **kwargs)
+
+    monkeypatch.setattr(ModelLoader, "reload", noting)
+    new = published(reference("qwen3", seed=1))
+    async with started(model_path, Role.BOTH, update_dir=str(folder), tensor_parallel=2) as engine:
+        await engine.load(new, version=1)
+        assert core_of(engine).control_actions == 1
+        assert not [*folder.iterdir()]
+        assert not STAGED_BYTES._value.get()
+        # 2 ranks, and one bucket for each of at least 5.
+        assert len(staged) >= 10
+        assert max(map(len, staged)) <= buckets.AT_ONCE
+        assert max(map(sum, staged)) < sum(len(one.data) for one in new.values()) / 2
+        ids = prompt_ids(30)
+        assert is_greedy(reference("qwen3", seed=1), ids, (await both(engine).sample(ids)).ids)
+
+
+@pytest.mark.parametrize(
+    "fault", ["reload", "begin_forge_update", "load_forge_bucket", "finish_forge_update"]
+)
 async def test_failed_rank_restarts_from_the_last_version(
-    behaviour: Behaviour, model_path: Path, fault: str
+    behaviour: Behaviour, model_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """One of two ranks fails in the middle of an update: the engine starts again, serves the
     version before, and takes the next one. The request in flight continues."""
+    monkeypatch.setattr(buckets, "MIB", 1 << 16)
     async with started(model_path, Role.BOTH, tensor_parallel=2) as engine:
         await load(engine)
         ids = prompt_ids(40)
@@ -126,7 +159,7 @@ async def test_failed_rank_restarts_from_the_last_version(
             if fault == "reload":
                 behaviour.failing_reload = 1
             else:
-                behaviour.raising["apply_forge_update"] = 1
+                behaviour.raising[fault] = 1
             with pytest.raises(Unavailable, match=r"rank 1"):
                 await load(engine, seed=1, version=2)
 
@@ -136,43 +169,68 @@ async def test_failed_rank_restarts_from_the_last_version(
         assert is_greedy(reference("qwen3"), ids, answer.ids)
         await load(engine, seed=1, version=3)
         assert is_greedy(reference("qwen3", seed=1), ids, (await both(engine).sample(ids)).ids)
+        assert not STAGED_BYTES._value.get()
 
 
-async def test_damaged_bucket_changes_nothing(behaviour: Behaviour, model_path: Path) -> None:
-    """All ranks compare the buckets before any loads one: no restart."""
+async def test_library_that_does_not_end_ends_the_worker(
+    behaviour: Behaviour, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that hangs in an update also delays the library's shutdown: the process ends, and its
+    supervisor starts another one."""
+    async with started(model_path, Role.BOTH, update_timeout_s=0.5) as engine:
+        await load(engine)
+        released = Event()
+        shutdown = engine._llm.engine.shutdown
+
+        def hanging() -> None:
+            released.wait(60)
+            shutdown()
+
+        monkeypatch.setattr(engine._llm.engine, "shutdown", hanging)
+        behaviour.raising["load_forge_bucket"] = 0
+        try:
+            with pytest.raises(Unavailable, match="rank 0"):
+                await load(engine, seed=1, version=2)
+            assert "cannot start again" in str(await engine._llm.died)
+        finally:
+            released.set()
+
+
+async def test_prompt_that_hangs_in_the_library_ends_with_a_restart(
+    behaviour: Behaviour, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill engine waits for its prompts before an update. One that never ends would keep the
+    old weights forever."""
+    async with started(model_path, Role.PREFILL, update_timeout_s=0.5) as engine:
+        await load(engine)
+        engines_before = len(async_llm.started)
+        monkeypatch.setattr(core_of(engine), "_advance", lambda _: False)
+        hanging = asyncio.create_task(engine.prefill(make_prompt(prompt_ids(40), GREEDY), hold_s=9))
+        await until(lambda: engine.status().running == 1)
+        with pytest.raises(Unavailable, match="1 requests did not end"):
+            await load(engine, seed=1, version=2)
+        with pytest.raises(Unavailable, match="shut down"):
+            await hanging
+        assert len(async_llm.started) == engines_before + 1
+        await load(engine, seed=1, version=3)
+        prefilled = await engine.prefill(make_prompt(prompt_ids(40), GREEDY), hold_s=9)
+        assert prefilled.first.versions == (3,)
+
+
+async def test_bucket_that_a_rank_cannot_read_changes_nothing(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """All ranks read a bucket before any loads one: no restart. The fault is the host's: the worker
+    tries the version again."""
     async with started(model_path, Role.BOTH, tensor_parallel=2) as engine:
         await load(engine)
         before = len(async_llm.started)
-        behaviour.raising["check_forge_update"] = 1
-        with pytest.raises(BrokenWeights, match="rank 1"):
+        behaviour.raising["check_forge_bucket"] = 1
+        with pytest.raises(Unavailable, match="rank 1"):
             await load(engine, seed=1, version=2)
         assert len(async_llm.started) == before
         ids = prompt_ids(30)
         assert is_greedy(reference("qwen3"), ids, (await both(engine).sample(ids)).ids)
-
-
-async def test_weights_that_compute_something_else_are_not_served(
-    behaviour: Behaviour, model_path: Path
-) -> None:
-    """The probe is checked before requests get in; the engine then serves the version before."""
-    async with started(model_path, Role.BOTH) as engine:
-        good, other = reference("qwen3"), reference("qwen3", seed=1)
-        ids = prompt_ids(12, seed=3)
-        await engine.load(published(good), version=1, probe=probe_of(good, ids))
-        with pytest.raises(UnfitWeights, match="log-probs of the probe differ"):
-            await engine.load(published(other), version=2, probe=probe_of(good, ids))
-        assert engine.status().version == 1
-        answer = await both(engine).sample(ids)
-        assert set(answer.versions) == {1}
-        assert is_greedy(good, ids, answer.ids)
-
-
-def probe_of(model: Any, ids: list[int]) -> Probe:
-    import torch
-
-    logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    expected = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    return Probe(ids=tuple(ids), logprobs=tuple(expected.tolist()))
 
 
 async def test_full_update_directory_changes_nothing(
