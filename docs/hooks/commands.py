@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +17,14 @@ _INTRODUCTION = """# Commands
 `forge --help` and `forge COMMAND --help` print the same. The settings of `forge agents run` are
 those of the [runner](settings.md#runner).
 """
+_MARKED = re.compile(r"\[(bold|dim)\](.*?)\[/\1\]", re.DOTALL)
 
 
 def page() -> Page:
     """One section for each command, groups of commands in the order of `--help`."""
     lines = [_INTRODUCTION]
     for words, command in _commands(("forge",), typer.main.get_command(app)):
-        lines += [f"## {' '.join(words)}", "", inspect.cleandoc(command.help or ""), ""]
+        lines += [f"## {' '.join(words)}", "", _markdown(inspect.cleandoc(command.help or "")), ""]
         lines += _arguments(command)
     return Page(path="reference/commands.md", text="\n".join(lines))
 
@@ -37,11 +39,16 @@ def _commands(words: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str,
 
 def _arguments(command: Any) -> list[str]:
     rows = [
-        (_name(parameter), _default(parameter), getattr(parameter, "help", None) or "")
+        (_name(parameter), _default(parameter), _markdown(getattr(parameter, "help", None) or ""))
         for parameter in command.params
         if not getattr(parameter, "hidden", False)
     ]
     return table(["argument or option", "default", "meaning"], rows) if rows else []
+
+
+def _markdown(text: str) -> str:
+    """A text of the terminal, with the commands that it marks as code."""
+    return _MARKED.sub(r"`\2`", text)
 
 
 def _name(parameter: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from docs.hooks import api, commands, protos, settings
 from forge.agents.config import RunnerConfig
 from forge.runtime.settings import settings_of
@@ -49,6 +51,13 @@ def test_every_command_is_documented_with_its_options() -> None:
     ):
         assert f"## {command}\n" in text
     assert "| `--seed` | `0` | Seed of weights, tasks and their order. |" in text
+
+
+def test_page_of_commands_has_code_in_place_of_the_terminals_markup() -> None:
+    """`--help` shows commands in bold, and examples dim, by tags that Markdown does not know."""
+    text = commands.page().text
+    assert not re.search(r"\[/?(bold|dim)\]", text)
+    assert "the findings of\n`forge doctor`" in text
 
 
 def test_every_module_of_the_library_has_a_section() -> None:
