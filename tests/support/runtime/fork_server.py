@@ -194,6 +194,8 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.update(request["environ"])
     os.chdir(request["directory"])
     sys.argv[1:] = request["argv"]
+    # A service that was started through a link executes these again.
+    sys.orig_argv[1:] = ["-m", request["module"], *request["argv"]]
 
 
 def save_coverage() -> None:

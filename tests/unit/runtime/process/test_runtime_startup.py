@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge.cli.local_run.presets import PROCESSES
+from tests.support.runtime.service_process import ForkedProcess
 
 SLOW = {"torch", "transformers", "grpc", "etcd3aio", "lmdb", "aiohttp", "numpy"}
 """Packages that take long to import."""
@@ -47,3 +48,11 @@ def test_a_process_keeps_its_release_when_the_link_changes(tmp_path: Path) -> No
         timeout=120,
     )
     assert ended.stderr.strip() == str(tmp_path / "0.1.0")
+
+
+def test_a_forked_service_of_a_test_has_its_own_command_line() -> None:
+    """Started through a link it executes this line again, not that of the fork server."""
+    words = ["-n1", "-r1", "import sys; print(sys.orig_argv)"]
+    forked = ForkedProcess("timeit", words, stdout=subprocess.PIPE)
+    printed, _ = forked.communicate(timeout=120)
+    assert str(["-m", "timeit", *words])[1:] in printed
