@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,9 +122,12 @@ class Checkpoint:
 
             names = own_names(self.model_path)
         except (ImportError, InvalidArgument) as error:
+            reason = f"{error}"
+            if isinstance(error, ImportError):
+                reason = f"transformers {metadata.version('transformers')} cannot, 5 can ({error})"
             raise UnfitWeights(
                 f"weights {version} have other names than the checkpoint in model_path, and "
-                f"nothing converts them: {error}"
+                f"nothing converts them: {reason}"
             ) from error
         return names if names.differ else None
 

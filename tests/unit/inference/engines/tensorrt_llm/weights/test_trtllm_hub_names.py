@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
 
 from services.inference.engines.base import UnfitWeights
 from services.inference.engines.tensorrt_llm.arguments import Role
-from services.inference.engines.tensorrt_llm.weights import buckets
+from services.inference.engines.tensorrt_llm.weights import buckets, own_names
 from services.inference.engines.tensorrt_llm.weights.checkpoint import read_checkpoint
 from tests.contract.engines import SHAPE, prompt_ids, published
 from tests.support.inference.tensorrt_llm import both, core_of, started
@@ -73,11 +74,19 @@ async def test_update_of_stacked_experts_equals_a_fresh_load(
 
 
 def test_names_without_a_way_to_the_hub_are_refused(tmp_path: Path) -> None:
-    """The library would ignore them and keep its experts. So is transformers before 5, which knows
-    no other names than the hub's."""
+    """The library would ignore them and keep its experts."""
     model = model_of("mixtral", seed=0)
     model.save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"mixtral"', '"unknown"'))
     with pytest.raises(UnfitWeights, match=r"other names than the checkpoint .* cannot build"):
+        read_checkpoint(str(tmp_path)).fit(published(model), version=1)
+
+
+def test_transformers_4_converts_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the names of the hub alone; the library's version 1.2.1 pins it."""
+    model = model_of("mixtral", seed=0)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, own_names.__name__, None)
+    with pytest.raises(UnfitWeights, match=r"nothing converts them: transformers \d.* cannot, 5"):
         read_checkpoint(str(tmp_path)).fit(published(model), version=1)
