@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from docs.hooks.page import Page, table
+from docs.hooks.page import Page, escaped, table
 from forge.cli.main import app
 
 _INTRODUCTION = """# Commands
@@ -18,13 +18,14 @@ _INTRODUCTION = """# Commands
 those of the [runner](settings.md#runner).
 """
 _MARKED = re.compile(r"\[(bold|dim)\](.*?)\[/\1\]", re.DOTALL)
+_ESCAPED = re.compile(r"\\+\[")
 
 
 def page() -> Page:
     """One section for each command, groups of commands in the order of `--help`."""
     lines = [_INTRODUCTION]
     for words, command in _commands(("forge",), typer.main.get_command(app)):
-        lines += [f"## {' '.join(words)}", "", _markdown(inspect.cleandoc(command.help or "")), ""]
+        lines += [f"## {' '.join(words)}", "", _help(command), ""]
         lines += _arguments(command)
     return Page(path="reference/commands.md", text="\n".join(lines))
 
@@ -46,9 +47,13 @@ def _arguments(command: Any) -> list[str]:
     return table(["argument or option", "default", "meaning"], rows) if rows else []
 
 
+def _help(command: Any) -> str:
+    return escaped(_markdown(inspect.cleandoc(command.help or "")))
+
+
 def _markdown(text: str) -> str:
-    """A text of the terminal, with the commands that it marks as code."""
-    return _MARKED.sub(r"`\2`", text)
+    """A text of the terminal: marked commands are code, escaped brackets are brackets."""
+    return _ESCAPED.sub("[", _MARKED.sub(r"`\2`", text))
 
 
 def _name(parameter: Any) -> str:

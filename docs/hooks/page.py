@@ -26,7 +26,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    parts = " ".join(text.replace("|", "\\|").split()).split("`")
-    # Outside of code a bracket would begin an element of HTML or a link.
+    return escaped(" ".join(text.replace("|", "\\|").split()))
+
+
+def escaped(text: str) -> str:
+    """Plain text with code, as Markdown: elsewhere a bracket would begin an element or a link."""
+    parts = text.split("`")
     parts[::2] = [part.replace("<", "&lt;").replace("[", "\\[") for part in parts[::2]]
     return "`".join(parts)

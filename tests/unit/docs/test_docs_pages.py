@@ -58,6 +58,8 @@ def test_page_of_commands_has_code_in_place_of_the_terminals_markup() -> None:
     text = commands.page().text
     assert not re.search(r"\[/?(bold|dim)\]", text)
     assert "the findings of\n`forge doctor`" in text
+    assert "the file forge-&lt;service>:" in text, "a browser hides an unknown tag"
+    assert "| \\[https://]host:port, separated by commas. |" in text
 
 
 def test_every_module_of_the_library_has_a_section() -> None:
