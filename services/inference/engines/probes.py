@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
-from statistics import median_low
+from math import ceil, isfinite
+from statistics import fmean
 
 from services.inference.engines.base import BrokenWeights, ModelLimits, Probe, UnfitWeights
 
 PROBE_TOKENS = 16
 """Length of a probe of an engine's own."""
-_TOLERANCE = 0.01
-"""Median error of log-probs, in nats, above which weights are not those of the trainer."""
-_ROUNDED_TOLERANCE = 0.5
-"""Rounding to 16 bits gives about 0.05; bytes of another type give several nats."""
+_LEFT_OUT = 8
+"""One error of so many, the largest, is left out: a near tie in the routes of a mixture of experts
+changes single tokens by far more than rounding does."""
+_TOLERANCE = 1e-3
+"""Mean error of log-probs, in nats, above which weights are not those of the trainer."""
+_ROUNDED_TOLERANCE = 0.25
+"""The same in 16 bits, for an engine that rounds each operation. docs/benchmarks/numerics.md has
+the errors of right and of wrong weights."""
 
 
 def probe_ids(probe: Probe | None, limits: ModelLimits, *, version: int) -> tuple[int, ...]:
@@ -30,9 +34,15 @@ def probe_ids(probe: Probe | None, limits: ModelLimits, *, version: int) -> tupl
 
 
 def check_probe(
-    probe: Probe | None, logprobs: Sequence[float], *, version: int, rounded: bool
+    probe: Probe | None,
+    logprobs: Sequence[float],
+    *,
+    version: int,
+    rounded: bool,
+    rounded_tolerance: float = _ROUNDED_TOLERANCE,
 ) -> None:
-    """Compare the log-probs of all tokens but the first. `rounded`: published or served in 16 bits.
+    """Compare the log-probs of all tokens but the first. `rounded`: published or served in 16 bits;
+    then `rounded_tolerance` is the largest mean error, in nats.
 
     Raises UnfitWeights for other log-probs than the trainer's, BrokenWeights for NaN or infinity.
     """
@@ -40,11 +50,12 @@ def check_probe(
         raise BrokenWeights(f"weights {version} gave a log-prob that is not finite")
     if probe is None:
         return
-    tolerance = _ROUNDED_TOLERANCE if rounded else _TOLERANCE
-    # The median: a near tie in the routes of a mixture of experts may change single tokens.
-    error = median_low(abs(a - b) for a, b in zip(logprobs, probe.logprobs, strict=True))
+    tolerance = rounded_tolerance if rounded else _TOLERANCE
+    errors = sorted(abs(a - b) for a, b in zip(logprobs, probe.logprobs, strict=True))
+    counted = errors[: max(1, len(errors) - ceil(len(errors) / _LEFT_OUT))]
+    error = fmean(counted)
     if not error <= tolerance:
         raise UnfitWeights(
             f"weights {version}: log-probs of the probe differ from the trainer's by {error:.3g} "
-            f"(median), more than {tolerance}"
+            f"(mean), more than {tolerance}"
         )

@@ -105,19 +105,23 @@ class BothByHand:
             raise cached
         return int(cached)
 
-    def sample(self, prompt: Prompt, *, cached: int | None = None) -> Answer:
-        """Joins a prompt that was read; returns the answer, which grows with the steps."""
+    def sample(self, prompt: Prompt, *, cached: int | None = None, sent: bool = False) -> Answer:
+        """Joins a prompt that was read; returns the answer, which grows with the steps. `sent`: its
+        keys and values come as bytes, as from another worker."""
         start = self.reserve(prompt) if cached is None else cached
         held, answer = self.held[prompt.request_id], Answer()
         kv = held.kv[:, :, :, start:]
+        to_bytes = tensor_bytes.to_bytes
         span = KvSpan(
             from_token=start,
             tokens=kv.shape[3],
             version=held.version,
             dtype=tensor_bytes.NAMES[kv.dtype],
             shape=tuple(kv.shape),
-            data=b"",
-            kept=held,
+            data=to_bytes(kv) if sent else b"",
+            kept=None if sent else held,
+            recurrent=to_bytes(held.recurrent) if sent and held.recurrent is not None else b"",
+            last_state=to_bytes(held.state) if sent and held.state is not None else b"",
         )
 
         def deliver(piece: Piece | ForgeError) -> None:

@@ -30,7 +30,7 @@ from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.memory_shortage import attempt
 from services.inference.engines.embedded.messages import Abort, Join, Reserve, Swap
 from services.inference.engines.embedded.model.probe import adopt
-from services.inference.engines.embedded.outbox import Outbox
+from services.inference.engines.embedded.outbox import Outbox, sent_back
 from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
 from services.inference.engines.embedded.split_step import SplitStep
 from services.inference.engines.embedded.stored_kv import StoredKv
@@ -187,9 +187,13 @@ class DecodeActor(ThreadActor):
 
     def _arrived(self, join: Join, match: Match) -> Arrived:
         """Decode the keys and values of a prompt behind its match in the cache. Raises Unavailable
-        without weights, ResourceExhausted if too many requests wait."""
-        if self._policy.version == 0:
+        without weights, ResourceExhausted if too many requests wait, or if these weights are to
+        compute what this engine has computed by others."""
+        version = self._policy.version
+        if version == 0:
             raise Unavailable("no weights have been loaded yet")
+        if self._recompute and join.span.kept is not None and join.span.version != version:
+            raise sent_back(join.prompt, f"by weights {version}")
         if len(self._waiting) >= self._max_waiting:
             raise ResourceExhausted(
                 f"{self._max_waiting} requests already wait for a slot", retry_after_s=1.0

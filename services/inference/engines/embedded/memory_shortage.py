@@ -44,8 +44,8 @@ def attempt(work: Callable[[], Result], device: torch.device) -> Attempt[Result]
         if not shortage:
             raise
     # Outside the handler: the error's traceback holds the tensors of the failed pass.
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
     return Attempt(shortage=shortage)
 

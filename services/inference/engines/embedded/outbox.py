@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from forge.core.errors import ForgeError, ResourceExhausted
-from services.inference.engines.base import Piece
+from services.inference.engines.base import Piece, Prompt
 from services.inference.engines.embedded.messages import Deliver
 from services.inference.engines.embedded.sequences import DecodeSequence
 
@@ -17,11 +17,10 @@ _REREAD_AFTER_S = 0.01
 """Pause of the router before it places a request that was sent back."""
 
 
-def sent_back(sequence: DecodeSequence, reason: str) -> ResourceExhausted:
+def sent_back(prompt: Prompt, reason: str) -> ResourceExhausted:
     """Return the error of a request that is to be read again, with its tokens so far."""
-    request = sequence.prompt.request_id
     return ResourceExhausted(
-        f"request {request} is read again {reason}", retry_after_s=_REREAD_AFTER_S
+        f"request {prompt.request_id} is read again {reason}", retry_after_s=_REREAD_AFTER_S
     )
 
 
@@ -48,7 +47,7 @@ class Outbox:
 
     def read_again(self, sequence: DecodeSequence, reason: str) -> None:
         """Fail with `sent_back`."""
-        self.fail(sequence, sent_back(sequence, reason))
+        self.fail(sequence, sent_back(sequence.prompt, reason))
 
     def deliver(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send all."""

@@ -70,4 +70,4 @@ class SplitStep:
 
 def _reread(sequence: DecodeSequence) -> Outcome:
     reason = "since a decode pass ran out of memory, which has changed its states"
-    return Outcome(tokens=[], failure=sent_back(sequence, reason))
+    return Outcome(tokens=[], failure=sent_back(sequence.prompt, reason))

@@ -8,8 +8,11 @@ Shape suffixes as in kv/attention.py; V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from forge.core.errors import ResourceExhausted
 from services.inference.engines.base import Probe
 from services.inference.engines.embedded.kv.attention import (
     Heads,
@@ -17,16 +20,28 @@ from services.inference.engines.embedded.kv.attention import (
     attention_bias,
     exact_type,
 )
+from services.inference.engines.embedded.memory_shortage import attempt
 from services.inference.engines.embedded.model.policy import Policy, StagedWeights
 from services.inference.engines.probes import check_probe, probe_ids
+
+_RETRY_AFTER_S = 1.0
+_ROUNDED_TOLERANCE = 0.12
+"""Largest mean error of log-probs in 16 bits, in nats: this engine rounds matrices and their inputs
+alone."""
 
 
 def adopt(policy: Policy, staged: StagedWeights, probe: Probe | None) -> None:
     """Serve `staged`, if it computes what `probe` has. Raises UnfitWeights for other log-probs,
-    BrokenWeights for NaN or infinity; the weights served before then stay."""
+    BrokenWeights for NaN or infinity, ResourceExhausted without memory for the pass; the weights
+    served before then stay."""
     before = policy.swap(staged)
     try:
-        _check(policy, probe, rounded=staged.rounded)
+        check = partial(_check, policy, probe, rounded=staged.rounded)
+        if shortage := attempt(check, policy.device).shortage:
+            raise ResourceExhausted(
+                f"weights {staged.version}: no memory for the pass of their probe: {shortage}",
+                retry_after_s=_RETRY_AFTER_S,
+            )
     except BaseException:
         policy.swap(before)
         raise
@@ -37,7 +52,9 @@ def _check(policy: Policy, probe: Probe | None, *, rounded: bool) -> None:
     version = policy.version
     ids = probe_ids(probe, policy.limits, version=version)
     found: list[float] = logprobs(policy, ids).tolist()
-    check_probe(probe, found, version=version, rounded=rounded)
+    check_probe(
+        probe, found, version=version, rounded=rounded, rounded_tolerance=_ROUNDED_TOLERANCE
+    )
 
 
 def logprobs(policy: Policy, ids: tuple[int, ...]) -> torch.Tensor:

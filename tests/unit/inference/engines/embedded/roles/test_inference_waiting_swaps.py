@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, ResourceExhausted
 from tests.contract.engines import prompt_ids, reference
 from tests.support.inference.embedded_actors import BothByHand
 from tests.support.inference.transformers_answers import greedy_of
@@ -114,3 +114,41 @@ def test_refused_weights_leave_the_waiting_prompts_to_those_served(both: BothByH
         pass
     assert isinstance(both.outcomes[1], ForgeError)
     assert {both.held[prompt.request_id].version for prompt in prompts} == {1}
+
+
+def test_prompt_read_before_a_swap_is_read_again(tmp_path: Path) -> None:
+    """With `recompute`, weights that change between the read and the first step leave no answer
+    of two versions."""
+    both = BothByHand(tmp_path, recompute_on_update=True)
+    (prompt,) = both.read(LONG[0])
+    while both.work():
+        pass
+    both.swap(2, seed=1)
+    with pytest.raises(ResourceExhausted, match="read again by weights 2"):
+        both.sample(prompt)
+    both.swap(1)
+    answer = both.sample(prompt)
+    while both.work():
+        pass
+    assert answer.ids == greedy_of(reference("qwen3"), LONG[0], 16)
+
+
+def test_swap_without_memory_for_its_probe_is_repeated(
+    both: BothByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights served before stay; the error is one after which a worker tries again."""
+    forward = both.policy.forward
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(both.policy, "forward", fail)
+    both.swap(2, seed=1)
+    assert isinstance(both.outcomes[-1], ResourceExhausted)
+    monkeypatch.setattr(both.policy, "forward", forward)
+    (prompt,) = both.read(LONG[0])
+    while both.work():
+        pass
+    assert both.held[prompt.request_id].version == 1
+    both.swap(2, seed=1)
+    assert both.outcomes[-1] is None
