@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,11 +32,18 @@ def built(pattern: str) -> str:
     return str(found)
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel with its extra `all`, on the versions of `constraints.txt`."""
-    words = ("--constraint", str(ROOT / "constraints.txt"), f"{built('*.whl')}[all]")
-    return environment(tmp_path_factory.mktemp("home"), *words)
+@pytest.fixture(scope="module", params=["constraints", "newest"])
+def home(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Path]:
+    """The wheel with its extra `all`, on the versions of `constraints.txt`, and on the newest ones
+    that its ranges allow, as for a user of pip."""
+    tested = ("--constraint", str(ROOT / "constraints.txt"))
+    words = tested if request.param == "constraints" else ()
+    folder = tmp_path_factory.mktemp("home")
+    yield environment(folder, *words, f"{built('*.whl')}[all]")
+    # On Linux the newest torch brings gigabytes for CUDA, and pytest keeps folders.
+    shutil.rmtree(folder / "venv")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
