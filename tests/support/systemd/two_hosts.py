@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from tests.support.systemd.bare_host import BareHost, boot_copy
-from tests.support.systemd.installed import SOFTWARE, Installed
+from tests.support.systemd.installed import ROOT, SOFTWARE, Installed
 from tests.support.systemd.network import Network
 from tests.support.systemd.three_hosts import SSH
 from tests.support.systemd.work import TASKS
 
-RELEASE, NEXT, BROKEN = "0.1.0", "0.4.0", "0.5.0"
+RELEASE: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+NEXT, BROKEN = "0.4.0", "0.5.0"
 NAMES = ("forge-1", "forge-2")
 BROKEN_MODULE = "services/scheduler/app.py"
 """Imported at the start alone: `forge deploy render` asks for settings, and finds nothing wrong."""
