@@ -354,7 +354,9 @@ class DecodeActor(ThreadActor):
             if self._stored is not None:
                 # Prefill has stored the whole blocks of the prompt.
                 whole = sequence.prompt.tokens
-                self._stored.write(known, kv, routes, after_token=whole, from_token=sequence.base)
+                self._stored.write(
+                    known, kv, routes, after_token=whole, from_token=sequence.base, reused=True
+                )
             if self._states is not None:
                 self._cache.store_states(known, self._states.kept(sequence))
         if self._states is not None:

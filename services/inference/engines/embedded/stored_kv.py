@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.embedded.kv.prefix_cache import Layers
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.kv_store.store import KvStore
-from services.inference.engines.tensor_bytes import NAMES, from_bytes, to_bytes
+from services.inference.engines.tensor_bytes import DTYPES, NAMES, from_bytes, raw_bytes
 
 _LAYOUT = "embedded 2"
 """Changes with the meaning of a block's bytes."""
@@ -133,18 +134,37 @@ class StoredKv:
         *,
         after_token: int,
         from_token: int = 0,
+        reused: bool = False,
     ) -> None:
         """Store the whole blocks that end after `after_token`; `kv` and `routes` begin at
-        `from_token`, and the blocks before it are left out."""
+        `from_token`, and the blocks before it are left out. A thread of the store encodes them.
+        `reused`: other values take the place of `kv` afterwards."""
         size = self._store.block_tokens
-        complete_from = -(-from_token // size) * size
+        after_token = max(after_token, -(-from_token // size) * size)
+        first = after_token // size * size
+        end = len(ids) // TOKEN_BYTES // size * size
+        if first >= end:
+            return
+        if reused or 2 * (end - first) < kv[0].shape[2]:
+            # Also where the waiting blocks would keep more than twice their own memory.
+            new = slice(first - from_token, end - from_token)
+            kv = torch.stack([layer[:, :, new] for layer in kv])
+            routes, from_token = routes[new].clone(), first
 
-        def encode(start: int, end: int) -> bytes:
-            block = slice(start - from_token, end - from_token)
-            values = to_bytes(torch.stack([layer[:, :, block] for layer in kv]))
-            return values + to_bytes(routes[block])
+        def encode(start: int, end: int) -> memoryview:
+            return self._encoded(kv, routes, slice(start - from_token, end - from_token))
 
-        self._store.write(ids, after_token=max(after_token, complete_from), encode=encode)
+        self._store.write(ids, after_token=after_token, encode=encode)
+
+    @torch.inference_mode()
+    def _encoded(self, kv: Layers, routes: torch.Tensor, tokens: slice) -> memoryview:
+        """The bytes of a block: its keys and values, then its experts."""
+        content = torch.empty(self._kv_bytes + routes[tokens].nbytes, dtype=torch.uint8)
+        stored = content[: self._kv_bytes].view(DTYPES[self._dtype]).view(self._block_shape)
+        for place, layer in zip(stored, kv, strict=True):
+            place.copy_(layer[:, :, tokens])
+        content[self._kv_bytes :] = routes[tokens].flatten()
+        return raw_bytes(content)
 
     def observe_compute(self, *, seconds: float, tokens: int) -> None:
         """See `KvStore.observe_compute`."""

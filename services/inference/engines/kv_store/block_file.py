@@ -28,12 +28,12 @@ class BadBlock(Exception):
         self.defect: Defect = defect
 
 
-def file_bytes(content: bytes) -> int:
+def file_bytes(content: bytes | memoryview) -> int:
     """Return the size of the file of a block."""
     return _HEADER.size + len(content)
 
 
-def write_block(path: Path, content: bytes, *, identity: bytes, chain: bytes) -> None:
+def write_block(path: Path, content: bytes | memoryview, *, identity: bytes, chain: bytes) -> None:
     """Fill a file that exists with a block. Raises OSError.
 
     It is not synced: a block that a power failure tears is found by its checksum.

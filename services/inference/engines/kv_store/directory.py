@@ -90,7 +90,7 @@ class BlockDirectory:
             return None
         return content
 
-    def write(self, identity: bytes, chain: bytes, content: bytes) -> None:
+    def write(self, identity: bytes, chain: bytes, content: bytes | memoryview) -> None:
         """Write a block; evict before if there is no room. A block that is not written is counted,
         a failure also logged."""
         path = self._path(identity, chain)

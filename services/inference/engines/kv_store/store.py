@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -27,15 +28,16 @@ from services.inference.engines.provider import KvStoreOptions
 
 IDENTITY_BYTES = 16
 _PENDING_BYTES = 256 << 20
-"""Most bytes of blocks that wait to be written."""
+"""Most bytes of blocks that wait to be encoded and written."""
 _TRIAL_EVERY = 16
 """While reading is slower than computing, one prompt of so many is read, to learn the rate."""
 _RATE_TOKENS = 10_000
 _CLOSE_S = 5.0
 """Time for the waiting blocks at a stop."""
 
-Encode = Callable[[int, int], bytes]
-"""Returns a copy of the keys and values of the tokens `start` to `end`."""
+Encode = Callable[[int, int], bytes | memoryview]
+"""Returns a copy of the keys and values of the tokens `start` to `end`. Runs on a thread of the
+store: they must not change."""
 Place = Callable[[int, memoryview], bool]
 """Takes the content of the block that starts at a token. False: no more is wanted."""
 
@@ -44,7 +46,7 @@ Place = Callable[[int, memoryview], bool]
 class _Write:
     identity: bytes
     chain: bytes
-    content: bytes
+    encode: Callable[[], bytes | memoryview]
 
 
 class KvStore:
@@ -131,8 +133,8 @@ class KvStore:
                     BLOCKS.labels("dropped").inc()
                     return
                 self._pending_bytes += self._block_bytes
-            content = encode(start, end)
-            self._pending.put(_Write(identity=self._identity, chain=chain, content=content))
+            block = partial(encode, start, end)
+            self._pending.put(_Write(identity=self._identity, chain=chain, encode=block))
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most."""
@@ -173,14 +175,17 @@ class KvStore:
                 # The store is a cache: the worker serves without it.
                 BLOCKS.labels("failed").inc()
                 log.error("kv_store_failed", error=str(error), exc_info=True)
+            # Its keys and values: the next block may be long in coming.
+            del write
             with self._lock:
                 self._pending_bytes -= self._block_bytes
 
     def _write(self, write: _Write) -> None:
         if write.chain in self._host or self._directory.has(write.identity, write.chain):
             return
-        self._host.put(write.chain, memoryview(write.content))
-        self._directory.write(write.identity, write.chain, write.content)
+        content = write.encode()
+        self._host.put(write.chain, memoryview(content))
+        self._directory.write(write.identity, write.chain, content)
 
 
 class _HostMemory:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event, current_thread
 
 import pytest
 
@@ -36,7 +37,7 @@ for _ in range(150):
     read += len(found)
     for start, content in found.items():
         assert content == content_of(ids, start, start + TOKENS), (seed, start)
-    store.write(ids, after_token=0, encode=lambda start, end: content_of(ids, start, end))
+    fill(store, ids)
 store.close()
 print(read)
 """
@@ -103,6 +104,34 @@ def test_blocks_are_shared_by_prefix_and_read_without_a_gap(tmp_path: Path) -> N
     in_order = sorted(files(tmp_path), key=lambda path: path.stat().st_mtime_ns)
     in_order[3].unlink()
     assert list(blocks_of(store, prompt(0))) == [0, 4, 8]
+    store.close()
+
+
+def test_blocks_are_encoded_in_order_beside_the_caller(tmp_path: Path) -> None:
+    """The caller waits for no copy; a block that cannot be encoded is missing, those behind it are
+    written."""
+    store, ids = open_store(tmp_path), prompt(0)
+    may_encode = Event()
+    encoded: list[int] = []
+
+    def encode(start: int, end: int) -> bytes:
+        assert current_thread().name == "kv-store"
+        may_encode.wait()
+        encoded.append(start)
+        if start == 8:
+            raise MemoryError
+        return content_of(ids, start, end)
+
+    failed = BLOCKS.labels("failed")._value.get()
+    store.write(ids, after_token=0, encode=encode)
+    assert not encoded
+    may_encode.set()
+    store.close()
+    assert encoded == list(range(0, 40, TOKENS))
+    assert BLOCKS.labels("failed")._value.get() == failed + 1
+    store = open_store(tmp_path)
+    assert list(blocks_of(store, ids)) == [0, 4]
+    assert list(blocks_of(store, ids, from_token=12)) == list(range(12, 40, TOKENS))
     store.close()
 
 
