@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, ClassVar
 
 from forge.core.errors import ForgeError
@@ -26,7 +26,7 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded.kv.prefix_cache import prefix
 from services.inference.engines.embedded.messages import Abort, Join, Reserve
-from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
+from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine, UsedIds
 from services.inference.engines.embedded.roles.wiring import (
     decode_actor,
     running_limit,
@@ -51,6 +51,7 @@ class EmbeddedDecode(RoleEngine):
             resumes=self.resumes,
         )
         self._fetching: dict[bytes, asyncio.Event] = {}
+        self._decoding_ids = UsedIds()
 
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
@@ -80,7 +81,15 @@ class EmbeddedDecode(RoleEngine):
     async def decode(
         self, prompt: Prompt, first: Tokens | None, fetch_kv: FetchKv, *, stream: bool
     ) -> AsyncGenerator[Piece, None]:
-        """See `DecodeEngine`."""
+        """See `DecodeEngine`. Raises InvalidArgument for the id of another request."""
+        with self._decoding_ids.using(prompt.request_id):
+            async with aclosing(self._decode(prompt, first, fetch_kv, stream=stream)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _decode(
+        self, prompt: Prompt, first: Tokens | None, fetch_kv: FetchKv, *, stream: bool
+    ) -> AsyncGenerator[Piece, None]:
         asked_s = time.monotonic()
         pieces: asyncio.Queue[Piece | ForgeError] = asyncio.Queue()
         self._work.add(1)

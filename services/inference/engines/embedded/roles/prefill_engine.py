@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from forge.core.errors import DeadlineExceeded, ForgeError, NotFound
+from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument, NotFound
 from forge.core.placement.chains import PromptChains
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
@@ -26,7 +26,7 @@ from services.inference.engines.embedded.messages import Abort, HeldPrompt, Part
 from services.inference.engines.embedded.recurrent.read_states import MOST_STOPS
 from services.inference.engines.embedded.roles.early_reads import EarlyRead, EarlyReads
 from services.inference.engines.embedded.roles.held_prompts import HeldPrompts
-from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
+from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine, UsedIds
 from services.inference.engines.embedded.roles.stored_reads import StoredReads
 from services.inference.engines.embedded.roles.wiring import prefill_actor, stored_kv
 from services.inference.engines.embedded.stored_kv import StoredPrefix
@@ -57,6 +57,7 @@ class EmbeddedPrefill(RoleEngine):
             on_release=partial(self._work.add, -1),
         )
         self._early = EarlyReads()
+        self._reading_ids = UsedIds()
         self._stored_reads = _stored_reads(parts)
 
     @classmethod
@@ -72,7 +73,13 @@ class EmbeddedPrefill(RoleEngine):
         return 0 if store is None else store.max_bytes // self._policy.kv_shape.token_bytes
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
-        """See `PrefillEngine`."""
+        """See `PrefillEngine`. Raises InvalidArgument for the id of another read or held prompt."""
+        if self._held.get(prompt.request_id) is not None:
+            raise InvalidArgument(f"request_id = {prompt.request_id!r} is that of a held prompt")
+        with self._reading_ids.using(prompt.request_id):
+            return await self._prefill(prompt, hold_s=hold_s)
+
+    async def _prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         now_s = time.monotonic()
         self._work.add(1)
         try:
