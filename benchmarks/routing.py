@@ -52,7 +52,7 @@ RIVALS: dict[str, Callable[[int], Placement]] = {
 }
 PUBLISHED = ("recorded", "agents", "recorded_tiny")
 """Traffic that runs with publications, too."""
-BOUNDED = ("recorded", "agents", "recorded_tiny")
+BOUNDED = ("recorded", "agents", "recorded_tiny", "long_prompts", "uneven")
 """Traffic whose bounds are computed: those of workers that are alike and stay."""
 
 
