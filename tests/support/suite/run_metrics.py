@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from forge.cli.connection import of_run
-from tests.support.suite.forge_run import ForgeRun
+from forge.client.retry import retried
+from tests.support.suite.forge_run import LIMIT_S, ForgeRun
 
 KINDS = ("prefill", "decode", "router", "gateway")
 _ACCEPTED = "forge_inference_accepted_drafts_total"
@@ -51,6 +52,11 @@ class Work:
 
 async def work_of_services(run: ForgeRun) -> dict[str, Work]:
     """Return the work of gateway, router and workers that answer, by instance id."""
+    # On a busy machine etcd may not answer a command in time.
+    return await retried(lambda: _work_of_services(run), retry_for_s=LIMIT_S)
+
+
+async def _work_of_services(run: ForgeRun) -> dict[str, Work]:
     found: dict[str, Work] = {}
     async with of_run(run.directory).open() as (coordinator, _):
         for kind in KINDS:
