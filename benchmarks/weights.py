@@ -11,8 +11,8 @@ over those of a bare gRPC stream (`bare_grpc`); all receive into new memory. Int
 publication of 4 ranks, by `publish_from`; `ranks.most_sent_over_weights.WAY`: most bytes that one
 of them sends to 8 workers over those of the weights, `all_sent_over_weights`: all of them together.
 `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
-median gap. `publish_to_sampled_p50_s`: from the begin of a publication to the first token of its
-version at a client of the router.
+median gap; `no_swap_pause_ms`: the same of the 40 tokens before it. `publish_to_sampled_p50_s`:
+from the begin of a publication to the first token of its version at a client of the router.
 `publication.share_beside`: share of a training step that waits for publication (`share_waited`: if
 it waited for digests and announcement, too). `kept_kv.1e-06.kept_mean`: nats by which the log-prob
 of a token differs behind keys and values of the weights one step before (`policies_mean`: by which

@@ -26,6 +26,8 @@ from tests.support.runtime.etcd import EtcdServer
 
 _WARM_TOKENS = 20
 _SETTLED_TOKENS = 30
+_QUIET_TOKENS = 40
+"""Tokens before the publication, whose longest gap is that of an answer without a swap."""
 
 
 class _Service:
@@ -35,9 +37,9 @@ class _Service:
         self._cluster = cluster
         self._publisher = publisher
 
-    async def swap(self, tensors: list[NamedTensor]) -> tuple[float, float]:
-        """Publish during a running answer; return the pause and the time to the first token of the
-        new version, in seconds."""
+    async def swap(self, tensors: list[NamedTensor]) -> tuple[float, float, float]:
+        """Publish during a running answer; return the pause, that of tokens before it, and
+        the time to the first token of the new version, in seconds."""
         call = await self._cluster.call([1, 2, 3], stream=True, max_tokens=4000, temperature=1.0)
         arrivals_s: list[float] = []
         publication: asyncio.Task[int] | None = None
@@ -45,7 +47,7 @@ class _Service:
         after = 0
         async for response in call:
             arrivals_s.append(time.monotonic())
-            if publication is None and len(arrivals_s) == _WARM_TOKENS:
+            if publication is None and len(arrivals_s) == _WARM_TOKENS + _QUIET_TOKENS:
                 began_s = time.monotonic()
                 snapshot = Snapshot(step=self._publisher.version, tensors=tensors)
                 publication = asyncio.create_task(self._publisher.publish(snapshot))
@@ -59,8 +61,10 @@ class _Service:
         call.cancel()
         if not new_s:
             raise RuntimeError("the answer ended before a token of the new weights")
-        gaps = [late - early for early, late in itertools.pairwise(arrivals_s)]
-        return max(gaps) - statistics.median(gaps), new_s - began_s
+        gaps = [late - early for early, late in itertools.pairwise(arrivals_s[_WARM_TOKENS:])]
+        median_s = statistics.median(gaps)
+        quiet, swapped = gaps[: _QUIET_TOKENS - 1], gaps[_QUIET_TOKENS - 1 :]
+        return max(swapped) - median_s, max(quiet) - median_s, new_s - began_s
 
 
 async def swaps(folder: Path, etcd: EtcdServer, *, rounds: int) -> dict[str, float]:
@@ -87,9 +91,10 @@ async def swaps(folder: Path, etcd: EtcdServer, *, rounds: int) -> dict[str, flo
         await cluster.stop()
         await server.stop(grace_s=0)
         await coordinator.close()
-    pauses_s, delays_s = zip(*found, strict=True)
+    pauses_s, quiet_s, delays_s = zip(*found, strict=True)
     return {
         "swap_pause_ms": statistics.median(pauses_s) * 1e3,
+        "no_swap_pause_ms": statistics.median(quiet_s) * 1e3,
         "publish_to_sampled_p50_s": statistics.median(delays_s),
     }
 

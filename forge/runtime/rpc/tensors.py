@@ -96,7 +96,9 @@ class SliceAssembler:
                 f"{piece.name}: {len(data)} bytes at {piece.offset_bytes} of "
                 f"{piece.whole_bytes} do not continue {self.pending_bytes} of {whole_bytes}"
             )
-        self._buffer[piece.offset_bytes : end] = data
+        # Through a view: an assignment to a bytearray copies other objects first.
+        with memoryview(self._buffer) as view:
+            view[piece.offset_bytes : end] = data
         self.pending_bytes = end
         if end < whole_bytes:
             return None

@@ -20,8 +20,9 @@ from forge.core.errors import DataLoss
 from forge.runtime.weights.service import HeldWeights
 
 _BLOCK_ITEMS = 1 << 22
-_SAMPLED_ITEMS = 1 << 16
-"""Compared first: a tensor that changed nearly everywhere costs no more."""
+_SAMPLED_RUNS, _RUN_ITEMS = 256, 256
+"""Compared first: a tensor that changed nearly everywhere costs no more. Single elements, evenly
+spread, would read as much memory as all of them."""
 _HEAD = struct.Struct("<III")
 """Header of a block: changed elements, bytes of the compressed gaps and of the compressed
 differences."""
@@ -51,9 +52,8 @@ def encode(base: bytes | memoryview, new: bytes | memoryview, *, item_bytes: int
     """Return the delta from `base` to `new`, of equal length; None if it is not clearly smaller."""
     kind = _UINTS[item_bytes]
     old_items, new_items = np.frombuffer(base, kind), np.frombuffer(new, kind)
-    stride = max(1, len(new_items) // _SAMPLED_ITEMS)
-    sampled = old_items[::stride] != new_items[::stride]
-    if np.count_nonzero(sampled) > _MOST * len(sampled):
+    sampled = [old_items[run] != new_items[run] for run in _sampled_runs(len(new_items))]
+    if sum(map(np.count_nonzero, sampled)) > _MOST * sum(map(len, sampled)):
         return None
     blocks: list[bytes] = []
     total_bytes = 0
@@ -69,6 +69,12 @@ def encode(base: bytes | memoryview, new: bytes | memoryview, *, item_bytes: int
         if total_bytes > _MOST * (start + len(now)) * item_bytes:
             return None
     return b"".join(blocks) if total_bytes <= _MOST * len(new) else None
+
+
+def _sampled_runs(items: int) -> list[slice]:
+    """Evenly spread runs of elements; all elements of a small tensor."""
+    distance = max(_RUN_ITEMS, items // _SAMPLED_RUNS)
+    return [slice(start, start + _RUN_ITEMS) for start in range(0, items, distance)]
 
 
 def apply(base: bytes | memoryview, delta: bytes | memoryview, *, item_bytes: int) -> bytearray:

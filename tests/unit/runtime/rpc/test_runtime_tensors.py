@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -51,6 +52,19 @@ def test_offsets_beyond_2_gib_are_exact() -> None:
         bytes(5),
     )
     assert TensorSlice.FromString(last.SerializeToString()) == last
+
+
+def test_slice_is_copied_into_its_array_alone() -> None:
+    """Without a further copy on the way."""
+    first, second = slices(array("w", bytes(2 << 20)), slice_bytes=1 << 20)
+    assembler, data = SliceAssembler(), second.data
+    assembler.add(first, max_bytes=LIMIT)
+    tracemalloc.start()
+    try:
+        assert assembler.add_data(second, data, max_bytes=LIMIT) is not None
+        assert tracemalloc.get_traced_memory()[1] < len(data) // 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_slices_out_of_place_are_refused() -> None:
