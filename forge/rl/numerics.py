@@ -19,7 +19,7 @@ Owns which parameters are matrices, and the patches of modules that autocast doe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -99,6 +99,37 @@ def own_attention(*, used: bool = True) -> Iterator[None]:
 def uses_own_attention() -> bool:
     """Whether this is within `own_attention`."""
     return _own_attention.get()
+
+
+_wide_module: ContextVar[nn.Module | None] = ContextVar("wide_module", default=None)
+
+
+@contextmanager
+def wide_vectors(module: nn.Module | None) -> Iterator[None]:
+    """Context of a pass under autocast, in which a module's parameters in 16 bits are float32 where
+    autocast does not round them: those of norms, scans and convolutions. None: no effect."""
+    with ExitStack() as stack:
+        for inner, name, one in list(narrow_parameters(module)) if module is not None else ():
+            if name not in matrices_of(inner):
+                stack.enter_context(with_parameters(inner, {name: one.float()}))
+        token = _wide_module.set(module)
+        try:
+            yield
+        finally:
+            _wide_module.reset(token)
+
+
+def widened_module() -> nn.Module | None:
+    """The module of `wide_vectors` that this is within; None outside."""
+    return _wide_module.get()
+
+
+def narrow_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters in 16 bits, each with its module and its name there."""
+    for inner in module.modules():
+        for name, one in inner._parameters.items():
+            if one is not None and is_narrow(one.dtype):
+                yield inner, name, one
 
 
 def patch(model: nn.Module) -> None:

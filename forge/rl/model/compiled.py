@@ -16,7 +16,7 @@ from torch import nn
 
 from forge.core.errors import InvalidArgument
 from forge.rl.model.forked_states import is_recurrent
-from forge.rl.model.narrow_layers import wide_vectors
+from forge.rl.numerics import wide_vectors
 from forge.rl.parallel.sharding import layers_of
 
 

@@ -11,7 +11,7 @@ more, so that no copy of the model is kept.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from forge.rl.model.recomputation import recomputed
 from forge.rl.numerics import (
     is_narrow,
-    matrices_of,
     matrix_type,
+    narrow_parameters,
     wide_modules,
+    wide_vectors,
     with_parameters,
 )
 
@@ -37,17 +38,6 @@ def widen_layers(model: nn.Module) -> None:
     for module in _outermost(model):
         if module not in wide:
             module.forward = partial(_forward, module)
-
-
-@contextmanager
-def wide_vectors(module: nn.Module) -> Iterator[None]:
-    """Context of a pass under autocast, in which parameters in 16 bits are float32 where autocast
-    does not round them: those of norms, scans and convolutions."""
-    with ExitStack() as stack:
-        for inner, name, one in list(_narrow(module)):
-            if name not in matrices_of(inner):
-                stack.enter_context(with_parameters(inner, {name: one.float()}))
-        yield
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
@@ -64,7 +54,7 @@ def _forward(module: nn.Module, *given: Any, **named: Any) -> Any:
     if is_narrow(kind):
         with wide_vectors(module):
             return own(*given, **named)
-    if not any(_narrow(module)):
+    if not any(narrow_parameters(module)):
         return own(*given, **named)
     wide = partial(_widened, module, kind)
     if not torch.is_grad_enabled():
@@ -74,13 +64,6 @@ def _forward(module: nn.Module, *given: Any, **named: Any) -> Any:
 
 def _widened(module: nn.Module, kind: torch.dtype, *given: Any, **named: Any) -> Any:
     with ExitStack() as stack:
-        for inner, name, one in list(_narrow(module)):
+        for inner, name, one in list(narrow_parameters(module)):
             stack.enter_context(with_parameters(inner, {name: one.to(kind)}))
         return type(module).forward(module, *given, **named)
-
-
-def _narrow(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for inner in module.modules():
-        for name, one in inner._parameters.items():
-            if one is not None and is_narrow(one.dtype):
-                yield inner, name, one

@@ -33,11 +33,12 @@ def recompute_activations(model: Any, *, share: float = 1.0) -> None:
 
 
 def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of torch.utils.checkpoint: the recomputation has the routes, the tree and the
-    attention of the forward."""
+    """`context_fn` of torch.utils.checkpoint: the recomputation has the routes, the tree, the
+    attention and the widened parameters of the forward."""
     forward, routes = recomputed_with_routes()
-    own = numerics.uses_own_attention()
-    return forward, _nested(routes, over_tree(current_tree()), numerics.own_attention(used=own))
+    attention = numerics.own_attention(used=numerics.uses_own_attention())
+    vectors = numerics.wide_vectors(numerics.widened_module())
+    return forward, _nested(routes, over_tree(current_tree()), attention, vectors)
 
 
 @contextmanager

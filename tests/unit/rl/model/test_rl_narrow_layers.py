@@ -12,6 +12,7 @@ from forge.rl.learner.learner import Learner
 from forge.rl.model.compiled import compile_layers
 from forge.rl.model.narrow_layers import widen_layers
 from forge.rl.model.policy import TreePolicy
+from forge.rl.model.recomputation import recompute_activations
 from forge.rl.numerics import matrices, wide_modules
 from forge.rl.parallel.sharding import layers_of
 from tests.support.rl.forests import forest
@@ -32,9 +33,13 @@ def test_head_computes_in_float32_beside_widened_layers() -> None:
 @pytest.mark.parametrize(
     "family", ["qwen3", "llama", "gemma3", "qwen3_moe", "falcon_h1", "qwen3_next", "mamba"]
 )
-def test_layers_of_16_bits_compute_as_those_that_autocast_rounds(family: str) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_of_16_bits_compute_as_those_that_autocast_rounds(
+    family: str, recompute: bool
+) -> None:
     """Bit for bit, where their values are the same: norms of queries and keys, scans and
-    convolutions compute in float32, and the gradients of matrices are equal."""
+    convolutions compute in float32, and the gradients of matrices are equal, also of layers that
+    the backward computes again."""
     found = []
     for gathered in (False, True):
         model = tiny_model(family, torch.float32)
@@ -43,6 +48,8 @@ def test_layers_of_16_bits_compute_as_those_that_autocast_rounds(family: str) ->
                 if one.ndim == 1:  # a norm of ones rounds nothing
                     one.add_(0.3 * torch.randn(one.shape, generator=torch.manual_seed(3)))
                 one.copy_(one.bfloat16())
+        if recompute:
+            recompute_activations(model)
         policy = TreePolicy(model, autocast=torch.bfloat16)
         routers = wide_modules(model)
         if gathered:
