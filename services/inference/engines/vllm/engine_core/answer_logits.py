@@ -257,7 +257,8 @@ def _rescale(logits_RV: torch.Tensor, rows: dict[int, _Row]) -> None:
     if scales:
         device = logits_RV.device
         places_R = async_tensor_h2d([*scales], device, torch.long)
-        logits_RV[places_R] *= _floats([*scales.values()], device)[:, None]
+        scaled_RV = logits_RV[places_R] * _floats([*scales.values()], device)[:, None]
+        logits_RV.index_copy_(0, places_R, scaled_RV)
 
 
 def asking(processors: Any) -> dict[int, _Row]:
