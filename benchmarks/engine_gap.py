@@ -171,6 +171,7 @@ def _rows_of_vllm(path: Path, texts: Sequence[Answer]) -> Iterator[Row]:
     }
     from vllm import LLM, SamplingParams
 
+    _keep_matrices()
     llm = LLM(
         str(path),
         dtype="bfloat16",
@@ -196,6 +197,18 @@ def _rows_of_vllm(path: Path, texts: Sequence[Answer]) -> Iterator[Row]:
     for name, replace_part in _PARTS:
         replace_part(model)
         yield Row(name=name, logprobs_T=read())
+
+
+def _keep_matrices() -> None:
+    """Where the processor has bfloat16, vLLM packs matrices and frees the plain ones."""
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def packed_beside(layer: nn.Module, remove_weight: bool) -> None:
+        pack(layer, remove_weight=False)
+
+    utils.dispatch_cpu_unquantized_gemm = packed_beside
 
 
 def _products(model: Any) -> None:

@@ -237,7 +237,7 @@ async def test_weights_that_no_update_would_reach_are_refused(tmp_path: Path) ->
     """At the start, by a reload without data. The probe might not find them: sinks of a new model
     are near those that vLLM makes up."""
     mimo(**VLLM_FIELDS).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"never update .*attention_sink_bias and 2 more"):
+    with pytest.raises(ConfigError, match=r"never update \S+attention_sink_bias: "):
         async with engines.ENGINES["vllm"](tmp_path):
             pass
 
