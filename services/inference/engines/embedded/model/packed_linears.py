@@ -7,6 +7,7 @@ are those of the plain layers over many rows: equal in 16 bits, up to the order 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,9 @@ class PackedLinear:
         self._type = layer.weight.dtype
         self._plain: Callable[..., torch.Tensor] = layer.forward
         self._packed: Packed | None = None
+        self.called = False
+        """Whether a pass has called the layer. Some layers are never called: Mamba reads the matrix
+        of `dt_proj` itself, so it must stay plain."""
         # The parameter stays in the layer: its name, shape and type are those of the weights.
         layer.forward = self._forward  # type: ignore[method-assign, assignment]
 
@@ -50,6 +54,7 @@ class PackedLinear:
 
     def _forward(self, given: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
+            self.called = True
             return self._plain(given)
         rows = given.to(self._type)
         alone = is_narrow(self._type) and rows.numel() == rows.shape[-1]
@@ -69,8 +74,9 @@ def pack(matrix: torch.Tensor) -> Packed:
 
 
 def placeholder(matrix: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and type without memory, for a matrix that is packed."""
-    return matrix.new_zeros(1).expand(matrix.shape)
+    """A tensor of the same shape and type without memory, for a matrix that is packed. It is NaN:
+    what reads it in place of the packed matrix must not pass for a product."""
+    return matrix.new_full((1,), math.nan).expand(matrix.shape)
 
 
 def packable(model: Any) -> Sequence[PackedLinear]:

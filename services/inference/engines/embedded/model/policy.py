@@ -110,6 +110,7 @@ class Policy:
         the host; None for a model whose experts are not recorded."""
         self._route_shape: RouteShape | None = None
         shape = self._measure()
+        self._packable = [one for one in self._packable if one.called]
         if shape.states is not None and draft_tokens:
             # A rejected draft would have changed the states.
             log.info("drafts_not_used", reason="the model's recurrent layers have states")

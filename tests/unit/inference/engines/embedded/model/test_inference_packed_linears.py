@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from services.inference.engines.embedded.model import packed_linears
 from services.inference.engines.embedded.model.policy import Policy
@@ -83,6 +83,26 @@ def test_packed_layers_compute_the_plain_products(
         expected = logprobs_with(plain, tensors, version=version)
         found = logprobs_with(packed, tensors, version=version)
         assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.usefixtures("least")
+@pytest.mark.parametrize("dtype", KINDS)
+def test_matrix_that_its_model_reads_itself_stays_plain(tmp_path: Path, dtype: str) -> None:
+    """Mamba multiplies with the matrix of `dt_proj` and never calls the layer."""
+    torch.manual_seed(0)
+    shape = MambaConfig(
+        vocab_size=97, hidden_size=64, state_size=8, num_hidden_layers=2, time_step_rank=4
+    )
+    shape.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
+    served = policy(tmp_path, dtype)
+    tensors = {name: to_named(name, one) for name, one in model.state_dict().items()}
+    found = logprobs_with(served, tensors, version=1)
+    with torch.inference_mode():
+        logits_TV = model(torch.tensor([IDS]), use_cache=False).logits[0, :-1]
+    expected = logits_TV.log_softmax(-1).gather(-1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    error = (found - expected).abs().max()
+    assert error < (1e-4 if dtype == "float32" else 0.1)
 
 
 @pytest.mark.usefixtures("least")
