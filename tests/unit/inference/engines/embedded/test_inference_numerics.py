@@ -49,6 +49,8 @@ _TOKENS = 40
 _ANSWER = 12
 _HEAD_ERROR = 1e-4
 """Of a log-prob, in nats: the head's sums in float32, whose order depends on the rows."""
+_ROUNDINGS = 0.05
+"""Of a log-prob, in nats, after one product that bfloat16 rounds to the neighbouring number."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -89,9 +91,9 @@ RECURRENT = (
     "qwen3_next",
     "zamba2",
 )
-BY_SEQUENCE = ("diffllama", "phi")
+BY_SEQUENCE = ("diffllama",)
 """Trained by their own forward."""
-RANDOM = (*RECURRENT, *BY_SEQUENCE)
+RANDOM = (*RECURRENT, *BY_SEQUENCE, "phi")
 _RANDOM_CONFIGS: dict[str, Any] = {
     one.name: small_config(one.config()) for one in families() if one.name in RANDOM
 }
@@ -156,16 +158,27 @@ def test_both_cast_at_the_same_places(family: str, tmp_path: Path) -> None:
     assert gap <= narrow_gap / 1000
 
 
-def _products_depend_on_rows() -> bool:
-    """Whether this processor's bfloat16 products of a row depend on how many rows there are."""
-    rows = torch.randn(200, 64).bfloat16()
-    matrix = torch.randn(96, 64).bfloat16()
-    many = torch.nn.functional.linear(rows, matrix)
-    counts = (2, 3, 4, 16, 33)
-    return any((torch.nn.functional.linear(rows[:n], matrix) != many[:n]).any() for n in counts)
+def _unequal_products() -> float:
+    """The share of this processor's bfloat16 products whose rounding depends on how many rows there
+    are."""
+    unequal = total = 0
+    for columns, channels in ((96, 64), (3072, 576)):
+        rows = torch.randn(200, channels).bfloat16()
+        matrix = torch.randn(columns, channels).bfloat16()
+        many = torch.nn.functional.linear(rows, matrix)
+        for count in (2, 3, 4, 16, 33):
+            few = torch.nn.functional.linear(rows[:count], matrix)
+            unequal += int((few != many[:count]).sum())
+            total += few.numel()
+    return unequal / total
 
 
-@pytest.mark.skipif(_products_depend_on_rows(), reason="so engine and trainer cannot be equal")
+_UNEQUAL = _unequal_products()
+_SELDOM = 1e-3
+"""With AMX some 1e-5 of the products round differently."""
+
+
+@pytest.mark.skipif(_UNEQUAL > _SELDOM, reason="so engine and trainer cannot be equal")
 @pytest.mark.parametrize("family", usual(FAMILIES, "tied llama", "qwen3_next", "phi"))
 async def test_decode_steps_round_as_the_trainer_does(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +204,12 @@ async def test_decode_steps_round_as_the_trainer_does(
         gaps_T = policy.logprobs(tree)[0] - tree.behavior_T
     assert len(gaps_T) == 3 * _ANSWER
     assert tree.behavior_T.mean() < -0.3
-    assert gaps_T.abs().max() <= _HEAD_ERROR
+    if _UNEQUAL:
+        # A product on the edge between two numbers changes a token by a rounding or two.
+        assert (gaps_T.abs() > _HEAD_ERROR).sum() <= len(gaps_T) // 8
+        assert gaps_T.abs().max() <= _ROUNDINGS
+    else:
+        assert gaps_T.abs().max() <= _HEAD_ERROR
 
 
 async def _sampled(options: EngineOptions, model: torch.nn.Module) -> list[Sample]:
