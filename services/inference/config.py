@@ -126,6 +126,9 @@ class InferenceConfig(ServiceConfig):
     """Policy to serve; etcd has its newest weights at weights/<policy>/latest."""
     weight_silence_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
     """Longest silence in a weight fetch; then the worker tries the next source."""
+    probe_error: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    """Largest mean error, in nats, of the log-probs that a publication has for the check of its
+    weights; above it they are refused. 0: the limit of the engine for its type of numbers."""
     weights_dir: str = ""
     """Directory on any mounted file system where the trainer with the same setting stores each
     version; empty: none. The worker fetches a missing version over gRPC."""

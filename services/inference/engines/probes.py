@@ -42,7 +42,7 @@ def check_probe(
     rounded_tolerance: float = _ROUNDED_TOLERANCE,
 ) -> None:
     """Compare the log-probs of all tokens but the first. `rounded`: published or served in 16 bits;
-    then `rounded_tolerance` is the largest mean error, in nats.
+    then `rounded_tolerance` is the largest mean error, in nats, unless the probe has another.
 
     Raises UnfitWeights for other log-probs than the trainer's, BrokenWeights for NaN or infinity.
     """
@@ -50,12 +50,12 @@ def check_probe(
         raise BrokenWeights(f"weights {version} gave a log-prob that is not finite")
     if probe is None:
         return
-    tolerance = rounded_tolerance if rounded else _TOLERANCE
+    tolerance = probe.most_error or (rounded_tolerance if rounded else _TOLERANCE)
     errors = sorted(abs(a - b) for a, b in zip(logprobs, probe.logprobs, strict=True))
     counted = errors[: max(1, len(errors) - ceil(len(errors) / _LEFT_OUT))]
     error = fmean(counted)
     if not error <= tolerance:
         raise UnfitWeights(
             f"weights {version}: log-probs of the probe differ from the trainer's by {error:.3g} "
-            f"(mean), more than {tolerance}"
+            f"(mean), more than {tolerance}; the setting probe_error changes the limit"
         )

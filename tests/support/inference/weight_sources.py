@@ -200,6 +200,7 @@ class Worker:
             serving_group="",
             weights_dir=weights_dir,
             weight_silence_s=silence_s,
+            probe_error=0.0,
             lease_ttl_s=10,
         )
         self.announced: list[dict[str, str]] = []

@@ -370,7 +370,7 @@ class VllmEngine:
         entries = zip(ids[1:], last.prompt_logprobs[1:], strict=False)
         found = [entry[token].logprob for token, entry in entries]
         if probe is not None and len(found) < len(probe.logprobs):
-            probe = Probe(ids=probe.ids, logprobs=probe.logprobs[: len(found)])
+            probe = replace(probe, logprobs=probe.logprobs[: len(found)])
         check_probe(probe, found, version=staged.version, rounded=staged.rounded)
 
     async def _watch_process(self) -> None:

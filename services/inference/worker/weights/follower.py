@@ -203,7 +203,7 @@ class WeightFollower:
             await self._engine.load(
                 {tensor.name: tensor for tensor in held.tensors},
                 version=announced.weight_version,
-                probe=_probe_of(fetch.probe),
+                probe=_probe_of(fetch.probe, self._context.config.probe_error),
             )
             self.weights = {announced.weight_version: held}
         self._fetch, self._interrupted = None, False
@@ -273,8 +273,8 @@ class WeightFollower:
         return newer and missing and not self._interrupted
 
 
-def _probe_of(probe: WeightProbe | None) -> Probe | None:
+def _probe_of(probe: WeightProbe | None, most_error: float) -> Probe | None:
     """Return a manifest's probe for the engine, None without a usable one."""
     if probe is None or len(probe.ids) < 2 or len(probe.logprobs) != len(probe.ids) - 1:
         return None
-    return Probe(ids=tuple(probe.ids), logprobs=tuple(probe.logprobs))
+    return Probe(ids=tuple(probe.ids), logprobs=tuple(probe.logprobs), most_error=most_error)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from forge.runtime.weights import WeightProbe
 from services.inference.engines.base import Probe, UnfitWeights
 from services.inference.engines.probes import check_probe
+from services.inference.worker.weights.follower import _probe_of
 
 PROBE = Probe(ids=tuple(range(16)), logprobs=(-2.0,) * 15)
 
@@ -38,3 +42,19 @@ def test_probe_of_two_tokens_has_one_error() -> None:
     check_probe(probe, [-2.0], version=1, rounded=False)
     with pytest.raises(UnfitWeights):
         check_probe(probe, [-2.1], version=1, rounded=False)
+
+
+def test_limit_of_the_setting_replaces_that_of_the_engine() -> None:
+    """And the refusal names the setting."""
+    probe = replace(PROBE, most_error=0.5)
+    check_probe(probe, found(wrong=15, error=0.49), version=1, rounded=False)
+    with pytest.raises(UnfitWeights, match=r"more than 0.5; the setting probe_error"):
+        check_probe(probe, found(wrong=15, error=0.51), version=1, rounded=True)
+
+
+def test_probe_of_a_manifest_has_the_limit_of_the_worker() -> None:
+    """0 leaves the engine's own."""
+    published = WeightProbe(ids=[1, 2, 3], logprobs=[-1.0, -2.0])
+    for most_error in (0.0, 0.3):
+        probe = _probe_of(published, most_error)
+        assert probe is not None and probe.most_error == most_error

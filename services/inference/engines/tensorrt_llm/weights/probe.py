@@ -44,10 +44,11 @@ async def check_probe(llm: Caller, probe: Probe | None) -> None:
     if not all(map(math.isfinite, found)):
         raise BrokenWeights(f"weights {llm.version} gave a log-prob that is not finite")
     error = median(abs(one - other) for one, other in zip(found, probe.logprobs, strict=True))
-    if error > _TOLERANCE:
+    limit = probe.most_error or _TOLERANCE
+    if error > limit:
         raise UnfitWeights(
             f"weights {llm.version}: log-probs of the probe differ from the trainer's by "
-            f"{error:.3g} (median), more than {_TOLERANCE}"
+            f"{error:.3g} (median), more than {limit}; the setting probe_error changes the limit"
         )
 
 

@@ -43,6 +43,7 @@ class Context:
             serving_group="",
             weights_dir="",
             weight_silence_s=60.0,
+            probe_error=0.0,
             lease_ttl_s=10,
         )
         self.metadata: dict[str, str] = {}
