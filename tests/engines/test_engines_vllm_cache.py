@@ -138,6 +138,29 @@ async def test_events_lost_for_good_restart_the_report(
     await until(lambda: _knows(cached, one))
 
 
+async def test_unreadable_event_restarts_the_report(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with it; the events behind it are read."""
+    cached = Cached(pair)
+    events: Any = cached.follower.events
+    apply, unreadable = events.apply, list[bytes]()
+
+    def fail_once(payload: bytes) -> None:
+        if not unreadable:
+            unreadable.append(payload)
+            raise ValueError("a block without tokens")
+        apply(payload)
+
+    monkeypatch.setattr(events, "apply", fail_once)
+    one, other = prompt_ids(TOKENS, seed=30), prompt_ids(TOKENS, seed=31)
+    await pair.sample(one)
+    await until(lambda: bool(unreadable))
+    await pair.sample(other)
+    await until(lambda: _knows(cached, other))
+    assert events.reports_reused
+
+
 async def _settled(cached: Cached, wanted: set[bytes]) -> set[bytes]:
     async def there() -> bool:
         return wanted <= await cached.chains()

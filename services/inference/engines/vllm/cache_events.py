@@ -142,8 +142,13 @@ class CacheFollower:
         while True:
             try:
                 await self._take(await self._next())
-            except msgspec.MsgspecError as error:
-                log.warning("vllm_cache_event_unreadable", error=str(error))
+            except zmq.ZMQError as error:
+                log.warning("vllm_cache_events_ended", error=str(error))
+                self._lose()
+                return
+            except Exception as error:
+                # Without the follower the router would keep a stale view of this cache.
+                log.warning("vllm_cache_event_unreadable", error=f"{type(error).__name__}: {error}")
                 self._lose()
 
     async def _next(self) -> Sequence[bytes]:
