@@ -120,8 +120,12 @@ class DevicePass:
                     return
                 reason = f"its log-probs differ by {error:.3g} nats"
             log.warning("decode_graph_refused", fused=fused, reason=first_line(reason))
-            self._graphs.clear()
+            self._clear()
         self._uses_graphs = False
+
+    def _clear(self) -> None:
+        self._graphs.clear()
+        self._device_graphs.leave_memory()
 
     def _difference(self) -> float:
         """The mean difference of log-probs between a graph and a pass without."""
@@ -182,7 +186,7 @@ class DevicePass:
             except RuntimeError as error:
                 if not self._device_graphs.is_shortage(error, rows=size):
                     self._uses_graphs = False
-                    self._graphs.clear()
+                    self._clear()
                     log.warning("decode_without_graphs", reason=first_line(error))
                 return None
         return self._graphs[size, plain]

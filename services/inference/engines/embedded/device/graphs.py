@@ -41,6 +41,11 @@ class DeviceGraphs:
             log.warning("graph_without_memory", rows=rows, reason=shortage)
         return bool(shortage)
 
+    def leave_memory(self) -> None:
+        """Give the next graphs memory of their own. torch captures none into the memory of graphs
+        that are all gone while a tensor of theirs is left."""
+        self._pool = None
+
     def capture(self, run: Callable[[], Output]) -> tuple[Any, Output]:
         """Return a graph of what `run` launches, and its output. Raises RuntimeError for one that
         waits for the device."""

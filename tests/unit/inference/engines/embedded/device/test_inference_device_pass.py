@@ -188,6 +188,29 @@ async def test_graphs_of_drafts_last_over_publications(
     assert not captures[2] and captures[3] and captures[4]
 
 
+async def test_graphs_of_plain_layers_follow_refused_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory of their own: torch refuses that of the first, which are gone."""
+    model = reference("qwen3")
+    model.config.save_pretrained(tmp_path)
+    errors = iter([9.0, 0.0])
+
+    def difference(self: DevicePass) -> float:
+        whole(self)
+        return next(errors)
+
+    whole = DevicePass._difference
+    monkeypatch.setattr(DevicePass, "_difference", difference)
+    with capture_logs() as logs:
+        async with with_graphs(tmp_path, monkeypatch) as (pair, _):
+            await pair.load(published(model), version=1)
+            answer = await pair.sample(prompt_ids(20))
+    checks = [(one["event"], one["fused"]) for one in logs if one["event"].startswith("decode_g")]
+    assert checks == [("decode_graph_refused", True), ("decode_graphs_used", False)]
+    assert is_greedy(model, prompt_ids(20), answer.ids)
+
+
 async def test_graphs_without_memory_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
