@@ -228,3 +228,16 @@ def with_parameters(module: nn.Module, values: Mapping[str, Tensor | None]) -> I
         yield
     finally:
         module._parameters.update(kept)
+
+
+@contextmanager
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a module has another forward."""
+    kept = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if kept is not None:
+            module.forward = kept

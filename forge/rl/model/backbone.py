@@ -8,8 +8,7 @@ Shapes: L tokens of a pass, R logit rows, C hidden channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -83,7 +82,7 @@ class Backbone:
             shape = (*states_BLC.shape[:-1], len(head.weight))
             return states_BLC.new_empty(shape, device="meta")
 
-        with numerics.own_attention(), _with_forward(head, record):
+        with numerics.own_attention(), numerics.with_forward(head, record):
             output = self._model(**inputs)
         if len(calls) != 1 or calls[0].shape[:2] != inputs["input_ids"].shape:
             raise InvalidArgument(
@@ -112,17 +111,3 @@ class Backbone:
             router_logits=getattr(output, "router_logits", None) or (),
         )
         return backbone, logits_RV
-
-
-@contextmanager
-def _with_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Context in which a module has another forward."""
-    kept = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if kept is None:
-            del module.forward
-        else:
-            module.forward = kept

@@ -15,7 +15,7 @@ PROBE = Probe(ids=tuple(range(16)), logprobs=(-2.0,) * 15)
 
 
 def found(*, wrong: int, error: float) -> list[float]:
-    """Log-probs of which so many differ."""
+    """15 log-probs; `wrong` of them differ by `error`."""
     return [-2.0 + error] * wrong + [-2.0] * (15 - wrong)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from forge.rl.numerics import is_narrow
+from forge.rl.numerics import is_narrow, with_forward
 from forge.rl.routing import records_routes
 from services.inference.engines.embedded.kv import attention
 
@@ -58,23 +58,11 @@ class FusedLayers:
             undo.callback(setattr, self._config, "_attn_implementation", attention.IMPLEMENTATION)
             self._config._attn_implementation = _uncompiled_attention()
             for layer, fused in zip(self._layers, self._fused, strict=True):
-                undo.enter_context(_forward_replaced(layer, fused))
+                undo.enter_context(with_forward(layer, fused))
             for mixture in self._mixtures:
                 uncompiled = MethodType(_run_uncompiled, mixture)
-                undo.enter_context(_forward_replaced(mixture, uncompiled))
+                undo.enter_context(with_forward(mixture, uncompiled))
             yield
-
-
-@contextmanager
-def _forward_replaced(module: Any, forward: Any) -> Iterator[None]:
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def _is_mixture(part: torch.nn.Module) -> bool:

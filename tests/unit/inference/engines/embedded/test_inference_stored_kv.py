@@ -1,4 +1,4 @@
-"""Keys and values on their way to the KV store, while the engine goes on."""
+"""The engine writes keys and values to the KV store, and computes meanwhile."""
 
 from __future__ import annotations
 
