@@ -27,6 +27,7 @@ from pathlib import Path
 
 from forge.core.errors import DataLoss
 from forge.core.named_tensor import NamedTensor
+from forge.runtime.files.write_at import write_at
 from forge.runtime.weights.manifest import TensorEntry, slice_digests, slices_of
 
 _PREFIX = "forge-weights-"
@@ -138,7 +139,7 @@ def write_segment(
     opened = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         for one, start in zip(tensors, starts, strict=True):
-            _write_at(opened, memoryview(one.data), start)
+            write_at(opened, memoryview(one.data), start)
         if not mapped:
             os.fsync(opened)
             return tensors
@@ -203,12 +204,6 @@ def _require_own(path: Path, found: os.stat_result, size_bytes: int) -> None:
         raise DataLoss(f"{path} has mode {stat.S_IMODE(found.st_mode):o}, not {_MODE:o}")
     if found.st_size != size_bytes:
         raise DataLoss(f"{path} has {found.st_size} bytes, not {size_bytes}")
-
-
-def _write_at(opened: int, data: memoryview, start: int) -> None:
-    data, done = data.cast("B"), 0
-    while done < data.nbytes:
-        done += os.pwrite(opened, data[done : done + _PIECE_BYTES], start + done)
 
 
 def _read_whole(opened: int, path: Path, size_bytes: int) -> memoryview:

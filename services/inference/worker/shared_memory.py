@@ -20,6 +20,7 @@ from xxhash import xxh3_64
 
 from forge.core.errors import DataLoss
 from forge.runtime.files import host_memory
+from forge.runtime.files.write_at import write_at
 
 _DIRECTORY = host_memory.DIRECTORY
 _PREFIX = "forge-kv-"
@@ -39,8 +40,7 @@ def write(data: bytes | memoryview) -> tuple[str, int]:
     try:
         # Full memory is an error before the first byte.
         os.posix_fallocate(opened, 0, max(1, len(data)))
-        for start, piece in _pieces(data):
-            _write(opened, piece, start)
+        write_at(opened, data, 0)
     except BaseException:
         remove(name)
         raise
@@ -67,13 +67,6 @@ def read(name: str, *, size: int, checksum: int) -> memoryview:
     if _checksum(data) != checksum:
         raise DataLoss(f"shared memory {name} is damaged: wrong checksum")
     return data
-
-
-def _write(opened: int, piece: memoryview, at: int) -> None:
-    """Not through a mapping: a page fault of that copy would hold the interpreter."""
-    while piece:
-        written = os.pwrite(opened, piece, at)
-        piece, at = piece[written:], at + written
 
 
 def _pieces(data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -17,6 +17,7 @@ from xxhash import xxh3_64
 
 from forge.core.errors import ResourceExhausted
 from forge.core.named_tensor import NamedTensor
+from forge.runtime.files.write_at import write_at
 from services.inference.engines.tensorrt_llm.metrics import STAGED_BYTES
 
 MIB = 1 << 20
@@ -117,8 +118,7 @@ def needed_bytes(tensors: Iterable[NamedTensor], *, bucket_bytes: int) -> int:
 
 
 def _fill(path: Path, size: int, placed: Iterable[tuple[int, NamedTensor]]) -> str:
-    """Write a file; return its digest. By `pwrite`, not through a mapping: a page fault of the copy
-    would hold the interpreter, which the event loop needs."""
+    """Write a file; return its digest."""
     digest, end = xxh3_64(), 0
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -130,18 +130,12 @@ def _fill(path: Path, size: int, placed: Iterable[tuple[int, NamedTensor]]) -> s
             for at in range(0, len(view), _PIECE_BYTES):
                 piece = view[at : at + _PIECE_BYTES]
                 digest.update(piece)
-                _write(opened, piece, start + at)
+                write_at(opened, piece, start + at)
             end = start + len(view)
         digest.update(bytes(size - end))
     finally:
         os.close(opened)
     return digest.hexdigest()
-
-
-def _write(opened: int, piece: memoryview, at: int) -> None:
-    while piece:
-        written = os.pwrite(opened, piece, at)
-        piece, at = piece[written:], at + written
 
 
 def _size(tensor: NamedTensor) -> int:

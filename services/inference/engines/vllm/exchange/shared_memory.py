@@ -8,9 +8,10 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from forge.runtime.files.write_at import write_at
+
 Address = tuple[str, int]
 """Path and inode. After `close` the path may be that of other memory, of another request."""
-_PIECE_BYTES = 16 << 20
 
 
 class SharedMemory:
@@ -32,14 +33,8 @@ class SharedMemory:
         return self._opened
 
     def write(self, data: bytes | memoryview, *, at: int = 0) -> None:
-        """Copy bytes to an offset. Raises OSError without memory for them.
-
-        Other threads run meanwhile; a copy into a mapping would block all of them to its end.
-        """
-        rest = memoryview(data)
-        while len(rest):
-            written = os.pwrite(self._opened, rest[:_PIECE_BYTES], at)
-            rest, at = rest[written:], at + written
+        """Copy bytes to an offset. Raises OSError without memory for them."""
+        write_at(self._opened, data, at)
 
     def read(self, size: int) -> bytes:
         """Return the first bytes, fewer if fewer were written."""
