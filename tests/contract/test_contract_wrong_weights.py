@@ -88,6 +88,33 @@ async def test_weights_of_another_type_are_refused(pair: Pair) -> None:
     assert torch.isfinite(torch.tensor((await pair.sample(ids)).logprobs)).all()
 
 
+@pytest.mark.parametrize(("half", "error"), [(False, 0.002), (True, 0.3)])
+async def test_all_engines_have_one_limit_for_the_probe(
+    pair: Pair, half: bool, error: float
+) -> None:
+    """In float32, and in 16 bits, whose rounding is larger: a mean error above the limit refuses
+    the weights, also one of less than half a nat, and the worker's setting takes its place."""
+    new = reference("qwen3", seed=1)
+    right = probe_of(new)
+    wrong = replace(right, logprobs=tuple(one + error for one in right.logprobs))
+    loaded = published(new.half() if half else new)
+    for engine in (pair.prefill, pair.decode):
+        with pytest.raises(UnfitWeights, match=r"\(mean\), more than .* probe_error"):
+            await engine.load(loaded, version=2, probe=wrong)
+        await engine.load(loaded, version=3, probe=replace(wrong, most_error=2 * error))
+
+
+async def test_probe_beyond_the_model_is_refused(pair: Pair) -> None:
+    """Of more tokens than the context, and of tokens beyond the vocabulary."""
+    good = published(reference("qwen3"))
+    long = Probe(ids=(1,) * (engines.CONTEXT_TOKENS + 1), logprobs=(-1.0,) * engines.CONTEXT_TOKENS)
+    unknown = Probe(ids=(1, engines.VOCABULARY), logprobs=(-1.0,))
+    for probe in (long, unknown):
+        for engine in (pair.prefill, pair.decode):
+            with pytest.raises(UnfitWeights, match="their probe has"):
+                await engine.load(good, version=2, probe=probe)
+
+
 async def test_nan_at_run_time_fails_only_its_requests(pair: Pair) -> None:
     """Weights that break after they were checked: nothing of theirs is cached."""
     if pair.capabilities.engine != "embedded":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, isfinite
 from statistics import fmean
 
@@ -31,6 +32,17 @@ def probe_ids(probe: Probe | None, limits: ModelLimits, *, version: int) -> tupl
             f"takes {limits.context_tokens} up to {limits.vocabulary - 1}"
         )
     return ids
+
+
+def computed_before_a_token(
+    probe: Probe | None, limits: ModelLimits, *, version: int
+) -> tuple[tuple[int, ...], Probe | None]:
+    """Return tokens and probe for an engine that samples a token after each prompt: both without
+    the last token if it would have no room. Raises UnfitWeights as `probe_ids`."""
+    ids = probe_ids(probe, limits, version=version)[: limits.context_tokens - 1]
+    if probe is not None:
+        probe = replace(probe, ids=ids, logprobs=probe.logprobs[: len(ids) - 1])
+    return ids, probe
 
 
 def check_probe(

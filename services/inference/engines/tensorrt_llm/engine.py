@@ -130,7 +130,14 @@ class TensorRtLlm:
         arguments = engine_arguments(library, options, settings, role=role, limits=limits)
         checkpoint = await asyncio.to_thread(read_checkpoint, options.model_path)
         holds = role is Role.PREFILL
-        llm = Llm(library, arguments, settings, checkpoint=checkpoint, holds_prompts=holds)
+        llm = Llm(
+            library,
+            arguments,
+            settings,
+            checkpoint=checkpoint,
+            limits=limits,
+            holds_prompts=holds,
+        )
         await llm.start()
         engine = cls(llm, options, settings, role)
         owner = await actors.spawn(lambda: _Owner(llm), name="tensorrt_llm", restart=_NEVER_RESTART)

@@ -17,7 +17,7 @@ from forge.core.errors import ForgeError, Unavailable, UnsupportedByEngines
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
 from services.inference.engine_settings import TensorRtLlmSettings
-from services.inference.engines.base import Probe
+from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.tensorrt_llm.gate import Gate
 from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.library.surface import Feature
@@ -98,6 +98,7 @@ class Llm:
         settings: TensorRtLlmSettings,
         *,
         checkpoint: Checkpoint,
+        limits: ModelLimits,
         holds_prompts: bool,
     ) -> None:
         """`checkpoint`: what the library loads at its start. `holds_prompts`: whether decode
@@ -113,6 +114,7 @@ class Llm:
         self._settings = settings
         self._llm: Any = None
         self._checkpoint = checkpoint
+        self._limits = limits
         self._ranks = Ranks(lambda: self.engine, timeout_s=settings.update_timeout_s)
         self._snapshot: Fitting | None = None
         """The last whole version, to start again with."""
@@ -209,21 +211,31 @@ class Llm:
             await update.check()
             async with self.gate.closed():
                 await self._be_alone()
-                await self._apply(update, version, probe)
+                await self._apply(update, weights, version, probe)
                 self._snapshot = weights
 
-    async def _apply(self, update: WeightUpdate, version: int, probe: Probe | None) -> None:
+    async def _apply(
+        self, update: WeightUpdate, weights: Fitting, version: int, probe: Probe | None
+    ) -> None:
         before = self.version
         try:
             await update.apply(drain=self._drain())
             # Requests of before find no version until the weights are proven.
             self.version = version
-            await check_probe(self, probe)
+            rounded = weights.rounded or self._rounds
+            await check_probe(self, probe, limits=self._limits, rounded=rounded)
         except BaseException as error:
             self.version = before
             log.error("tensorrt_llm_update_failed", version=version, error=str(error))
             await self._restart()
             raise
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether the library computes, or stores keys and values, in 16 bits or fewer."""
+        dtype = self._arguments.get("dtype")
+        served = self._checkpoint.rounded if dtype is None else dtype != "float32"
+        return served or self._settings.kv_dtype != "auto"
 
     def _drain(self) -> bool | None:
         """The control action's argument. No leg runs then; held prompts must not delay it."""

@@ -36,7 +36,7 @@ from services.inference.engines.grammar_masks import Grammars
 from services.inference.engines.meta_model import meta_model
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
-from services.inference.engines.probes import check_probe, probe_ids
+from services.inference.engines.probes import check_probe, computed_before_a_token, probe_ids
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.vllm import arguments, models, sampling
 from services.inference.engines.vllm.abilities import capabilities_of
@@ -348,14 +348,11 @@ class VllmEngine:
     async def _try(self, staged: Staged, probe: Probe | None) -> None:
         """Compute the probe by the new weights. Raises UnfitWeights, BrokenWeights,
         Unavailable if vLLM ends."""
-        ids = probe_ids(probe, self.limits, version=staged.version)
+        ids, probe = computed_before_a_token(probe, self.limits, version=staged.version)
         params = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True
         )
-        inputs = TokensPrompt(
-            prompt_token_ids=list(ids[: self.limits.context_tokens - 1]),
-            cache_salt=f"probe {staged.version}",
-        )
+        inputs = TokensPrompt(prompt_token_ids=list(ids), cache_salt=f"probe {staged.version}")
         name = f"probe-{staged.version}"
         outputs = self._llm.generate(inputs, params, name)
         try:
@@ -367,10 +364,8 @@ class VllmEngine:
             late = f"vLLM has not computed the probe of weights {staged.version} in time"
             self._end(late)
             raise Unavailable(late) from error
-        entries = zip(ids[1:], last.prompt_logprobs[1:], strict=False)
+        entries = zip(ids[1:], last.prompt_logprobs[1:], strict=True)
         found = [entry[token].logprob for token, entry in entries]
-        if probe is not None and len(found) < len(probe.logprobs):
-            probe = replace(probe, logprobs=probe.logprobs[: len(found)])
         check_probe(probe, found, version=staged.version, rounded=staged.rounded)
 
     async def _watch_process(self) -> None:

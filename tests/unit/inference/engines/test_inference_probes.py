@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from forge.runtime.weights import WeightProbe
-from services.inference.engines.base import Probe, UnfitWeights
-from services.inference.engines.probes import check_probe
+from services.inference.engines.base import ModelLimits, Probe, UnfitWeights
+from services.inference.engines.probes import check_probe, computed_before_a_token
 from services.inference.worker.weights.follower import _probe_of
 
 PROBE = Probe(ids=tuple(range(16)), logprobs=(-2.0,) * 15)
@@ -50,6 +50,17 @@ def test_limit_of_the_setting_replaces_that_of_the_engine() -> None:
     check_probe(probe, found(wrong=15, error=0.49), version=1, rounded=False)
     with pytest.raises(UnfitWeights, match=r"more than 0.5; the setting probe_error"):
         check_probe(probe, found(wrong=15, error=0.51), version=1, rounded=True)
+
+
+@pytest.mark.parametrize(("context", "computed"), [(16, 15), (17, 16)])
+def test_sampled_token_takes_the_place_of_the_last_one(context: int, computed: int) -> None:
+    """An engine that samples behind each prompt computes a probe as long as the context but for its
+    last token."""
+    limits = ModelLimits(context_tokens=context, vocabulary=100)
+    ids, probe = computed_before_a_token(PROBE, limits, version=1)
+    assert probe is not None
+    assert ids == probe.ids == PROBE.ids[:computed]
+    assert probe.logprobs == PROBE.logprobs[: computed - 1]
 
 
 def test_probe_of_a_manifest_has_the_limit_of_the_worker() -> None:

@@ -40,6 +40,7 @@ _ITEM_BYTES = {
 }
 _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 """A cast between these keeps the values; one to fewer bits needs scales."""
+_ROUNDED = frozenset({"bfloat16", "float16"})
 _NO_MODEL = frozenset({"master.safetensors", "consolidated.safetensors"})
 """The optimizer's copy in a checkpoint of the trainer, and a second copy of the model."""
 _DRAFT_PREFIX = "mtp."
@@ -62,6 +63,11 @@ class Fitting:
     names: OwnNames | None = None
     """The way to the names of the checkpoint; None: `tensors` have them."""
 
+    @property
+    def rounded(self) -> bool:
+        """Whether a tensor was published in 16 bits."""
+        return any(one.dtype in _ROUNDED for one in self.tensors.values())
+
     def loaded(self) -> Iterator[NamedTensor]:
         """Yield the tensors as the checkpoint has them. Experts are copied, one layer at a time."""
         if self.names is None:
@@ -80,6 +86,11 @@ class Checkpoint:
     """Names that a version may lack: layers that draft, a tied head, constants."""
     quantization: str = ""
     """How its weights are quantized; empty: not at all."""
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the library computes with tensors in 16 bits or fewer."""
+        return bool(self.quantization) or any(one in _ROUNDED for one in self.types.values())
 
     def fit(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Fitting:
         """Return a version without draft heads that the library does not have, and the way from the

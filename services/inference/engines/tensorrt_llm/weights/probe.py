@@ -6,19 +6,15 @@ versions differ in how many places the list has.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any, Protocol
 
 from forge.runtime.telemetry import log
-from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
+from services.inference.engines import probes
+from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.requests import NO_END
-
-_TOLERANCE = 0.5
-"""Median error, in nats: 16-bit weights give about 0.05, other weights several nats."""
 
 
 class Caller(Protocol):
@@ -32,24 +28,19 @@ class Caller(Protocol):
         """The library's own engine."""
 
 
-async def check_probe(llm: Caller, probe: Probe | None) -> None:
+async def check_probe(
+    llm: Caller, probe: Probe | None, *, limits: ModelLimits, rounded: bool
+) -> None:
     """Raises `UnfitWeights` for other log-probs than those of `probe`, `BrokenWeights` for no
-    numbers. A version that returns none is not checked, which the log says."""
-    if probe is None:
-        return
-    found = await _logprobs(llm, probe.ids) if Feature.PROBE in llm.library.features else None
+    numbers, by the rule of all engines. A version that returns none is not checked, which the log
+    says. `rounded`: published or served in 16 bits."""
+    version = llm.version
+    ids, probe = probes.computed_before_a_token(probe, limits, version=version)
+    found = await _logprobs(llm, ids) if Feature.PROBE in llm.library.features else None
     if found is None:
-        log.warning("tensorrt_llm_weights_not_probed", weight_version=llm.version)
+        log.warning("tensorrt_llm_weights_not_probed", weight_version=version)
         return
-    if not all(map(math.isfinite, found)):
-        raise BrokenWeights(f"weights {llm.version} gave a log-prob that is not finite")
-    error = median(abs(one - other) for one, other in zip(found, probe.logprobs, strict=True))
-    limit = probe.most_error or _TOLERANCE
-    if error > limit:
-        raise UnfitWeights(
-            f"weights {llm.version}: log-probs of the probe differ from the trainer's by "
-            f"{error:.3g} (median), more than {limit}; the setting probe_error changes the limit"
-        )
+    probes.check_probe(probe, found, version=version, rounded=rounded)
 
 
 async def _logprobs(llm: Caller, ids: Sequence[int]) -> list[float] | None:
