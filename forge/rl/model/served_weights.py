@@ -1,8 +1,8 @@
 """Computes the loss of the weights that inference serves; gradients go to the master weights.
 
 Published weights are master weights rounded to a shorter type. Autocast rounds the weights of
-linear layers, but not embeddings, norms and head: alone, it gives the loss of a policy that no
-engine samples from. Owns the rounding of those parameters during a forward and its backward
+linear layers, but not embeddings, norms, routers and head: alone, it gives the loss of a policy
+that no engine samples from. Owns the rounding of those parameters during a forward and its backward
 (straight-through: the gradient treats the rounding as the identity).
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from forge.rl.numerics import wide_modules
 from forge.rl.parallel.sharding import local
 
 
@@ -26,17 +27,18 @@ class ServedValues:
         self, model: Any, *, published: torch.dtype, autocast: torch.dtype | None = None
     ) -> None:
         """`published` is the type that inference gets; parameters of that type cost nothing."""
-        head = model.get_output_embeddings().weight
+        wide = {id(one) for module in wide_modules(model) for one in module.parameters()}
         rounded_by_autocast = {
             id(layer.weight)
             for layer in model.modules()
-            if isinstance(layer, nn.Linear) and layer.weight is not head and autocast == published
+            if isinstance(layer, nn.Linear) and id(layer.weight) not in wide
         }
         self._type = published
         self._parameters: list[nn.Parameter] = [
             one
             for one in model.parameters()
-            if one.is_floating_point() and id(one) not in rounded_by_autocast
+            if one.is_floating_point()
+            and not (autocast == published and id(one) in rounded_by_autocast)
         ]
 
     @contextmanager

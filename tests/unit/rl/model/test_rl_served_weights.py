@@ -12,6 +12,7 @@ from forge.rl.config import LearnerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.served_weights import ServedValues
+from forge.rl.numerics import matrices
 from tests.support.rl.models import make_sample, tiny_model
 
 SAMPLES = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=Random(n)) for n in range(4)]
@@ -52,6 +53,21 @@ def test_loss_and_gradient_are_computed_with_the_published_weights(
     assert own.step(plan, weight_version=0).skipped == ""
     moved = [name for name, one in model.named_parameters() if not torch.equal(one, before[name])]
     assert moved and any("norm" in name for name in moved)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "llama4", "falcon_h1"])
+def test_every_value_of_a_pass_is_a_published_one(family: str) -> None:
+    """Rounded here, or by autocast: also routers that are linear layers (Llama 4), which compute
+    in float32."""
+    model = TreePolicy(tiny_model(family, torch.float32), autocast=torch.bfloat16).model
+    narrow = {id(one) for one in matrices(model)}
+    with ServedValues(model, published=torch.bfloat16, autocast=torch.bfloat16).in_place():
+        unrounded = [
+            name
+            for name, one in model.named_parameters()
+            if id(one) not in narrow and not torch.equal(one, one.bfloat16().float())
+        ]
+    assert unrounded == []
 
 
 def test_master_weights_are_restored_after_a_failed_pass() -> None:
