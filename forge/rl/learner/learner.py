@@ -31,9 +31,9 @@ from forge.rl.losses.stats import TokenStats, domain_stats, engine_stats, policy
 from forge.rl.losses.token_values import token_values
 from forge.rl.losses.tokens import TrainedTokens
 from forge.rl.model.policy import TreePolicy
-from forge.rl.model.replay import ReplayStats
+from forge.rl.model.replay import ReplayStats, summed_stats
 from forge.rl.model.served_weights import ServedValues
-from forge.rl.mtp.training import MtpStats, MtpTraining
+from forge.rl.mtp.training import MtpStats, MtpTraining, mean_stats
 from forge.rl.optimizers import Optimizers
 from forge.rl.parallel.placing import placed
 from forge.rl.parallel.sharding import clip_gradients
@@ -64,6 +64,8 @@ class Learner:
         self.steps = 0
         """Optimizer steps taken so far."""
         self._share = Share(trees=())
+        self._compares_replay = False
+        """The next gradient compares log-probs with and without replay."""
         self.budget = TokenBudget(policy, config.token_budget, floor=config.token_budget_floor)
         """Plans updates within the memory of this process."""
         self._critic: Critic | None = None
@@ -107,7 +109,9 @@ class Learner:
         """
         began, before = time.perf_counter(), self.steps
         first, *rest = plan.updates
+        self._compares_replay = self._due_to_compare()
         parts = [self._gradient(first, weight_version)]
+        self._compares_replay = False
         skipped = parts[0].failed or ("" if plan.trees else "no trained tokens")
         cut_short = ""
         if not skipped:
@@ -131,8 +135,8 @@ class Learner:
             token_values=token_values(stats, keep),
             critic=critic_stats(credits_of_all(frozen, self.policy.world)),
             balance_loss=fmean([part.balance_loss for part in parts]),
-            mtp=parts[0].mtp,
-            replay=parts[0].replay,
+            mtp=mean_stats([part.mtp for part in parts]),
+            replay=summed_stats([part.replay for part in parts]),
             compute_s=time.perf_counter() - began,
             plan=whole_plan(plan, [part.plan for part in parts]),
             updates=self.steps - before,
@@ -194,10 +198,11 @@ class Learner:
         replay, policy = self.policy.replay, self.policy
         return ReplayStats() if replay is None else replay.stats(policy.world, policy.device)
 
-    @property
-    def _compares_replay(self) -> bool:
-        every = self.config.compare_replay_every
-        return self.policy.replay is not None and every > 0 and self.steps % every == 0
+    def _due_to_compare(self) -> bool:
+        """Whether this batch has the first update of an interval, which is in batches."""
+        each = self.config.mini_batches * self.config.passes_per_batch
+        every = self.config.compare_replay_every * each
+        return self.policy.replay is not None and every > 0 and -self.steps % every < each
 
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
         """`TokenBudget.lower`, with the memory of the gradients."""

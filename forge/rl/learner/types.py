@@ -38,7 +38,7 @@ class StepResult:
     balance_loss: float = 0.0
     """Load-balance loss of the experts, not part of `loss`; 0 without one."""
     mtp: MtpStats = MtpStats()  # noqa: RUF009
-    """Statistics of the draft heads before the first update."""
+    """Statistics of the draft heads in the first pass."""
     updates: int = 0
     """Updates of the weights: mini-batches times update passes, unless cut short."""
     cut_short: str = ""

@@ -8,7 +8,7 @@ Shapes: L tokens of a pass, M routed layers, K experts per token, T trained toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,21 @@ class ReplayStats:
     def changed_share(self) -> float:
         """Changed tokens over replayed ones; 0 without any."""
         return self.changed / self.replayed if self.replayed else 0.0
+
+
+def summed_stats(parts: Sequence[ReplayStats]) -> ReplayStats:
+    """Statistics over the mini-batches of a batch, from those of each."""
+    compared = sum(part.compared for part in parts)
+    return ReplayStats(
+        tokens=sum(part.tokens for part in parts),
+        replayed=sum(part.replayed for part in parts),
+        changed=sum(part.changed for part in parts),
+        choices=sum(part.choices for part in parts),
+        changed_choices=sum(part.changed_choices for part in parts),
+        compared=compared,
+        gap=sum(part.gap * part.compared for part in parts) / max(1, compared),
+        gap_free=sum(part.gap_free * part.compared for part in parts) / max(1, compared),
+    )
 
 
 class Replay:

@@ -48,6 +48,24 @@ class MtpStats:
     acceptance: tuple[float, ...] = ()
     """Mean over trained tokens of sum_v min(p_v, q_v): the share of drafts that would be accepted
     if the drafts before them were."""
+    drafts: tuple[float, ...] = ()
+    """Trained tokens with a draft of the head."""
+
+
+def mean_stats(parts: Sequence[MtpStats]) -> MtpStats:
+    """Statistics over the mini-batches of a batch, from those of each."""
+    if len(parts) == 1:
+        return parts[0]
+    losses, accepted, drafts = (
+        torch.tensor([getattr(part, name) for part in parts], dtype=torch.float64)
+        for name in ("losses", "acceptance", "drafts")
+    )
+    shares = drafts / drafts.sum(0).clamp(min=1.0)
+    return MtpStats(
+        losses=tuple((losses * shares).sum(0).tolist()),
+        acceptance=tuple((accepted * shares).sum(0).tolist()),
+        drafts=tuple(drafts.sum(0).tolist()),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,10 +218,12 @@ class MtpTraining:
 
     def stats(self) -> MtpStats:
         """Statistics of the trees since `begin`."""
-        losses, accepted, count = self._totals_KN.T
-        count = count.clamp(min=1.0)
+        losses, accepted, drafts = self._totals_KN.T
+        count = drafts.clamp(min=1.0)
         return MtpStats(
-            losses=tuple((losses / count).tolist()), acceptance=tuple((accepted / count).tolist())
+            losses=tuple((losses / count).tolist()),
+            acceptance=tuple((accepted / count).tolist()),
+            drafts=tuple(drafts.tolist()),
         )
 
     def state_dict(self) -> dict[str, Any]:

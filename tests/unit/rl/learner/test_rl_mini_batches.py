@@ -14,7 +14,7 @@ import torch
 
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes
-from forge.rl.config import LearnerConfig, ObjectiveConfig, OptimizerConfig
+from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.mini_batches import mini_batches
 from forge.rl.model.policy import TreePolicy
@@ -84,6 +84,23 @@ def test_mini_batches_are_updates_on_parts_of_the_batch() -> None:
     assert (result.updates, one.steps, result.skipped, result.cut_short) == (3, 3, "", "")
     assert result.loss == pytest.approx(sum(each.loss for each in parts) / 3)
     assert result.plan.trained_tokens == sum(each.plan.trained_tokens for each in parts)
+
+
+def test_statistics_of_draft_heads_are_over_all_mini_batches() -> None:
+    """Weighted by tokens: with a learning rate of 0 those of one update on the whole batch."""
+    found = []
+    for count in (1, 3):
+        config = LearnerConfig(
+            optimizer=OptimizerConfig(learning_rate=0.0),
+            mini_batches=count,
+            mtp=MtpConfig(heads=2, learning_rate=0.0),
+        )
+        torch.manual_seed(3)
+        one = Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config)
+        found.append(one.step(one.plan(samples()), weight_version=1).mtp)
+    assert found[1].drafts == found[0].drafts == (45.0, 45.0)
+    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
+    assert found[1].acceptance == pytest.approx(found[0].acceptance, rel=1e-5)
 
 
 def test_each_pass_goes_over_all_mini_batches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,9 @@ from tests.support.rl.routed import routers_by_hand, with_routes
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
 
 
-def replaying(family: str, *, budget: int = 1 << 30, checkpointed: bool = False) -> Learner:
+def replaying(
+    family: str, *, budget: int = 1 << 30, checkpointed: bool = False, **settings: Any
+) -> Learner:
     model = tiny_model(family, torch.float64)
     if checkpointed:
         recompute_activations(model)
@@ -41,7 +44,7 @@ def replaying(family: str, *, budget: int = 1 << 30, checkpointed: bool = False)
     config = LearnerConfig(
         token_budget=budget,
         objective=ObjectiveConfig(ratio_cap=CAP),
-        compare_replay_every=1,
+        **{"compare_replay_every": 1} | settings,
     )
     return Learner(policy, config)
 
@@ -115,6 +118,20 @@ def test_step_counts_replayed_and_changed_tokens() -> None:
     assert stats.compared == plan.trained_tokens
     assert stats.gap != stats.gap_free
     assert plan.split_nodes == 0
+
+
+def test_counts_of_a_step_are_over_its_mini_batches() -> None:
+    """Of both updates; every second batch compares a tree of its first one."""
+    learner = replaying("mixtral", mini_batches=2, compare_replay_every=2)
+    samples = with_routes(forest("forked"), shape_of(learner))
+    plan = learner.plan(samples)
+    assert len(plan.updates) == 2
+    found = [learner.step(plan, weight_version=0) for _ in range(4)]
+    first = plan.updates[0].trained_tokens
+    assert [one.replay.compared for one in found] == [first, 0, first, 0]
+    # Each of the two trees has a second token without a record.
+    assert {one.replay.tokens for one in found} == {plan.tree_tokens}
+    assert {one.replay.replayed for one in found} == {plan.tree_tokens - 2}
 
 
 def test_tree_without_records_is_routed_by_the_model() -> None:
