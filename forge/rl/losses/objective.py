@@ -84,6 +84,14 @@ class Objective:
     def evaluate(self, tokens: TrainedTokens, size: BatchSize) -> PassLoss:
         """One pass's part of the loss of a batch of this size."""
         penalized = self._penalized(tokens)
+        credited = penalized if self.needs_teacher else tokens
+        weights_T = correction_weights(self.correction, credited)
+        masked_T = _zeros(tokens, torch.bool)
+        if weights_T is not None:
+            masked_T = weights_T == 0
+            # The ratio of a masked token may be infinite: 0 times its gradient is NaN.
+            kept_T = torch.where(masked_T, penalized.logprobs.detach(), penalized.logprobs)
+            penalized = replace(penalized, logprobs=kept_T)
         loss_T = self._loss(penalized)
         if loss_T.shape != tokens.logprobs.shape:
             raise InvalidArgument(
@@ -91,11 +99,7 @@ class Objective:
                 f"{tuple(loss_T.shape)}; one loss per token is expected: "
                 f"{tuple(tokens.logprobs.shape)}"
             )
-        masked_T = _zeros(tokens, torch.bool)
-        credited = penalized if self.needs_teacher else tokens
-        weights_T = correction_weights(self.correction, credited)
         if weights_T is not None:
-            masked_T = weights_T == 0
             # Not a product with 0: the loss of a masked token may be infinite.
             loss_T = torch.where(masked_T, 0.0, loss_T * weights_T)
         distance_T = _zeros(tokens, tokens.logprobs.dtype)
@@ -156,6 +160,7 @@ class Objective:
             name,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
+            dual_clip=self.config.dual_clip,
             trajectory=self.over_trajectories,
         )
 

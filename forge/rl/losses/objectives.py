@@ -113,16 +113,25 @@ def outside(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high
 
 
 def clipped_tokens(
-    tokens: TrainedTokens, name: str, *, clip_low: float, clip_high: float, trajectory: bool = False
+    tokens: TrainedTokens,
+    name: str,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+    trajectory: bool = False,
 ) -> Tensor:
-    """[T] `outside` with the ratio of the named algorithm."""
+    """[T] whether a bound removes the token's gradient, by the ratio of the named algorithm."""
     if name == "gspo":
         ratio_T = tokens.spread(sequence_ratio(tokens, trajectory=trajectory))
     elif name == "rloo":
         ratio_T = tokens.spread(_whole_ratio(tokens, trajectory=trajectory))
     else:
         ratio_T = tokens.ratio.detach()
-    return outside(ratio_T, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    clipped_T = outside(ratio_T, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip:
+        clipped_T |= (ratio_T > dual_clip) & (tokens.advantages != 0)
+    return clipped_T
 
 
 def _whole_ratio(tokens: TrainedTokens, *, trajectory: bool) -> Tensor:

@@ -85,9 +85,10 @@ class TrainedTokens:
 
     def following(self, values_T: Tensor) -> Tensor:
         """[T] sums of the values from each token to the end of its sample."""
-        before_T = values_T.cumsum(0) - values_T
-        ends_S = torch.cat([values_T.new_zeros(1), values_T.cumsum(0)])[self.lengths.cumsum(0)]
-        return self.spread(ends_S) - before_T
+        # Differences of sums over the whole pass: in fp32 they would lose the digits of a token.
+        sums_T = values_T.cumsum(0, dtype=torch.float64)
+        ends_S = sums_T[self.lengths.cumsum(0) - 1]
+        return (self.spread(ends_S) - sums_T).to(values_T.dtype) + values_T
 
 
 LossFunction = Callable[[TrainedTokens], Tensor]

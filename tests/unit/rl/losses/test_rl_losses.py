@@ -18,6 +18,7 @@ from forge.rl.losses import TrainedTokens
 from forge.rl.losses.correction import correction_weights
 from forge.rl.losses.objective import BatchSize, Objective
 from forge.rl.losses.objectives import cispo_loss, clipped_loss, gspo_loss, rloo_loss
+from forge.rl.losses.reference import kl_to_go
 from forge.rl.losses.stats import TokenStats, policy_stats
 
 
@@ -114,6 +115,15 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
     assert gradient(loss_T, one) == [0.0]
 
 
+def test_dual_clip_counts_as_clipped() -> None:
+    """Every token without a gradient counts: above the dual bound for a loss, above its own bound
+    for a gain."""
+    one = tokens([20.0, 2.0, 20.0, 1.0], [-1.0, -1.0, 1.0, 1.0])
+    share = objective(algorithm="dapo", dual_clip=3.0).evaluate(one, BatchSize(tokens=1, samples=1))
+    assert share.clipped.tolist() == [True, False, True, False]
+    assert [value == 0.0 for value in gradient(share.loss, one)] == share.clipped.tolist()
+
+
 def test_gspo_uses_the_geometric_mean_of_a_samples_ratios() -> None:
     """Ratios 4 and 1 make 2, clipped at 1.3 for a gain and kept for a loss; each token weighs s."""
     one = tokens([4.0, 1.0, 4.0, 1.0, 1.1], [1.0, 1.0, -1.0, -1.0, 1.0], 2, 2, 1)
@@ -172,6 +182,15 @@ def test_k1_penalty_is_subtracted_from_advantages() -> None:
     assert gradient(share, one) == pytest.approx(expected)
 
 
+def test_k1_of_a_long_pass_keeps_its_digits() -> None:
+    """In fp32, behind other samples whose sums are 500,000 times as large."""
+    gaps = torch.cat([torch.full((100_000,), 5.0), torch.tensor([2e-3, 1e-3])])
+    one = tokens([1.0] * len(gaps), [0.0] * len(gaps), 100_000, 2)
+    narrow = replace(one, logprobs=gaps, reference=torch.zeros_like(gaps))
+    assert kl_to_go(narrow)[-2:].tolist() == pytest.approx([3e-3, 1e-3], rel=1e-6)
+    assert float(kl_to_go(narrow)[0]) == 500_000.0
+
+
 def test_masked_tokens_have_no_gradient_and_stay_in_the_count() -> None:
     """Masked by ratio, by staleness, or both: the other tokens weigh as before."""
     one = tokens([1.0, 8.0, 0.1], [1.0] * 3, versions=torch.tensor([9, 9, 0]), weight_version=9)
@@ -189,6 +208,19 @@ def test_masked_infinite_loss_is_dropped() -> None:
     one = tokens([1.0, 1.0], [1.0, math.inf], versions=torch.tensor([9, 0]), weight_version=9)
     loss = evaluate(one, algorithm="reinforce", correction=Correction(mask_staleness=1))
     assert loss == pytest.approx(-math.log(0.1) / 2)
+
+
+@pytest.mark.parametrize("algorithm", ["cispo", "dapo", "gspo", "rloo", "reinforce"])
+def test_masked_infinite_ratio_has_no_gradient(algorithm: str) -> None:
+    """0 times infinity would be NaN, and the trainer would skip the step: the token's probability
+    was 0 in fp64, and its advantage is infinite."""
+    one = tokens([1.0, 1.0], [1.0, math.inf], 1, 1)
+    far = replace(one, old=torch.tensor([math.log(0.1), -1000.0], dtype=torch.float64))
+    far = replace(far, behavior=far.old)
+    masks = objective(algorithm=algorithm, correction=Correction(mask_ratio_high=2.0))
+    share = masks.evaluate(far, BatchSize(tokens=1, samples=1))
+    assert share.masked.tolist() == [False, True]
+    assert gradient(share.loss, far) == pytest.approx([-1.0, 0.0])
 
 
 def test_negative_advantages_of_a_distant_sample_are_masked() -> None:
