@@ -24,7 +24,7 @@ def cut_of(turn: Turn) -> Cut:
     """The effect of cuts, penalties and logit_bias on the turn's distribution, and of a grammar or
     min_tokens whose share is unknown."""
     shares = turn.sampled.allowed_logprobs
-    if len(shares) % TOKEN_BYTES == 0 and any(map(math.isnan, float32_array(shares))):
+    if len(shares) % TOKEN_BYTES == 0 and not all(map(math.isfinite, float32_array(shares))):
         return "share_missing"
     if not turn.HasField("top_p"):
         return "unknown"

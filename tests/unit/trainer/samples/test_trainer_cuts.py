@@ -98,8 +98,10 @@ def test_a_domain_with_a_trained_turn_is_not_untrained() -> None:
     assert batch.untrained_domains == ()
 
 
-def test_turn_of_an_engine_that_computes_no_shares_is_left_out() -> None:
-    """A grammar or min_tokens alone: the turn has no setting that tells of it."""
-    batch = built([math.nan, math.nan], **WHOLE)
+@pytest.mark.parametrize("share", [math.nan, math.inf, -math.inf])
+def test_turn_of_an_engine_that_computes_no_shares_is_left_out(share: float) -> None:
+    """A grammar or min_tokens alone: the turn has no setting that tells of it. A share that is not
+    finite would make the whole step's gradient NaN."""
+    batch = built([-0.5, share], **WHOLE)
     assert dict(batch.cuts) == {"share_missing": 2}
     assert dict(batch.left_out) == {("code", "share_missing"): 2}
