@@ -37,7 +37,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 
 FINAL_RATE_SHARE = 0.1
-"""Share of the learning rate at the end of a falling schedule."""
+"""Least share of the learning rate in a falling schedule."""
 DEFAULT_RATIO_CAP = 5.0
 """ScaleRL (arXiv 2510.13786) finds CISPO insensitive between 4 and 8."""
 
@@ -55,8 +55,8 @@ class OptimizerConfig:
     learning_rate: NotNegative = 1e-5
     """Learning rate after the warm-up."""
     learning_rate_schedule: Schedule = "constant"
-    """Course of the learning rate after the warm-up; linear and cosine fall to a tenth of it at
-    the last step."""
+    """Course of the learning rate after the warm-up; linear and cosine fall towards 0 at the last
+    step, and stay at a tenth once they reach it."""
     warmup_steps: Count = 0
     """Updates over which the learning rate rises linearly to its full value."""
     adam_beta1: Annotated[float, Meta(ge=0, le=0.9999)] = 0.9
