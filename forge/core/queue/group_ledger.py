@@ -357,7 +357,7 @@ class GroupLedger:
                     self._forgotten[source][settled] -= 1
                     self._forgotten[target][settled] += 1
             elif group.spec.shard == source:
-                group.spec = replace(group.spec, shard=target)
+                group.spec, group.moved = replace(group.spec, shard=target), True
                 self.counts.relocated(group, source)
                 self.dispatch.relocated(group)
                 if not group.spec.evaluation:

@@ -190,6 +190,9 @@ class Group:
     """Optimizer step that trained on it."""
     reason: str = ""
     """Reason of the tombstone."""
+    moved: bool = False
+    """Whether it is on another pool shard than at the begin of the term. The tokens of earlier
+    attempts name the former one, which refuses their turns."""
 
     @property
     def idle(self) -> bool:

@@ -323,7 +323,9 @@ class Rollouts:
         except NotFound:
             return False
         group = slot.group
-        if not group.phase.open or not self._is_of_earlier_term(slot.rollout, attempt):
+        if not group.phase.open or group.moved:
+            return False
+        if not self._is_of_earlier_term(slot.rollout, attempt):
             return False
         if group.phase is Phase.QUEUED:
             if self._ledger.counts.running >= self._settings.concurrency:

@@ -114,6 +114,8 @@ class Dispatch:
             for index, rollout in enumerate(group.rollouts):
                 # Also of one in back-off, whose entry may still be listed.
                 rollout.listed = False
+                # An expired lease does not start again: its token names the former shard.
+                rollout.lapsed = None
                 if rollout.phase is RolloutPhase.READY:
                     self.list_rollout(Slot.of(group, index))
 

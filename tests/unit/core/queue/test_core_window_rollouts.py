@@ -268,6 +268,26 @@ def test_rollout_in_back_off_follows_its_group_to_another_shard() -> None:
     assert lease(queue, now_s=5.0) == ["a:0:1"]
 
 
+def test_lease_ends_when_its_group_moves_to_another_shard() -> None:
+    """The token of an attempt names the former shard, which refuses its turns from then on."""
+    queue = make_queue()
+    add(queue, make_group("a", 0))
+    assert lease(queue, 1) == ["a:0:0"]
+    queue.rollouts.lapse("a:0:0", now_s=30.0)
+    queue.ledger.relocate({TaskId("a"): None}, source="s0", target="s1")
+    assert not queue.rollouts.renew("a:0:0", now_s=31.0)
+    assert lease(queue, now_s=60.0) == ["a:0:1"]
+
+
+def test_attempt_of_an_earlier_term_ends_when_its_group_moves() -> None:
+    """Its runner was silent for longer than the new leader waits for renewals."""
+    queue = make_queue(term=1)
+    add(queue, make_group("a", 0))
+    queue.ledger.relocate({TaskId("a"): None}, source="s0", target="s1")
+    assert not queue.rollouts.renew("a:0:0", now_s=1.0)
+    assert lease(queue, now_s=1.0) == ["a:0:1000"]
+
+
 def test_new_leader_adopts_renewed_claims() -> None:
     """A change of leader loses no running work: runners renew, and keep their rollouts."""
     queue = make_queue(term=1, hold_s=10.0)

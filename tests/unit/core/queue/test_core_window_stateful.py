@@ -92,6 +92,7 @@ class GenerationQueueMachine(QueueTrainers):
         self.trained = {}
         self.step = 0
         self.failed = set()
+        self.left_behind = set[str]()  # attempts that groups left on another shard in this term
         self.own_failures: set[str] = set()
         self.revoked = set()
         self.void_before = (0, 0)
@@ -210,6 +211,7 @@ class GenerationQueueMachine(QueueTrainers):
             del self.held[trajectory_id]
         else:
             assert trajectory_id not in self.failed, "a claim came back from the dead"
+            assert trajectory_id not in self.left_behind, "its shard takes no turns"
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 11.0, 35.0]))
     def pass_time(self, seconds: float) -> None:
@@ -284,6 +286,7 @@ class GenerationQueueMachine(QueueTrainers):
             gone = None if task_id in ledger else self.gone[task_id]
             moved[task_id] = None if gone is None else (durable.spec.evaluation, gone.phase)
         ledger.relocate(moved, source=source, target=to_shard)
+        self.left_behind |= {t for t in self.held if parse_trajectory_id(t).task_id in moved}
 
     @invariant()
     def forgotten_groups_are_counted_by_shard(self) -> None:
@@ -320,6 +323,7 @@ class GenerationQueueMachine(QueueTrainers):
         """The leader dies; the next one knows what was durable, and nothing else."""
         self.term += 1
         self.failed.clear()
+        self.left_behind.clear()
         self.gone.clear()
         activity = self.queue.ledger.activity
         self.queue = GenerationQueue(self.settings, term=self.term, void_before=self.void_before)

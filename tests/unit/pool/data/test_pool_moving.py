@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge.core.errors import DataLoss, StaleFence, Unavailable
+from forge.core.errors import DataLoss, FailedPrecondition, StaleFence, Unavailable
 from forge.core.trajectory import TaskId
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import EraseTasks, FreeGroups
@@ -250,8 +250,9 @@ async def test_writes_to_a_moved_group_are_refused(pair: Pair) -> None:
     """Turns, rewards, seals and states; it is looked up and fetched as before."""
     fill(pair.source)
     await pair.move("task")
+    with pytest.raises(FailedPrecondition, match="task moved to pool shard s1"):
+        append(pair.source, make_turn("task:0:9"))
     for write in (
-        lambda: append(pair.source, make_turn("task:0:9")),
         lambda: reward(pair.source, make_reward("later")),
         lambda: seal(pair.source, turns=2),
         lambda: set_states(pair.source, change("task", PENDING)),
