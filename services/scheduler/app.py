@@ -24,6 +24,8 @@ TERM_ERROR_KEY = "term_error"
 """Metadata key: why the last term of an instance failed."""
 AWAITS = "awaits_shards"
 """Metadata key: pool shards that an elected instance waits for before its term begins."""
+END_S = 30.0
+"""Longest time of a term's end, with its last writes to the pool and etcd."""
 _PAUSE_S = 1.0
 """After a term, so that another instance may be elected."""
 
@@ -63,7 +65,7 @@ class SchedulerApp:
 
     async def drain(self) -> None:
         """Ends the term, if it leads, and leaves the election."""
-        await cancel_and_wait(self._candidate)
+        await cancel_and_wait(self._candidate, repeat_s=END_S)
 
     async def stop(self) -> None:
         """The same as `drain`."""

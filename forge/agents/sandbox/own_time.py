@@ -24,6 +24,8 @@ LOOK_S = 5.0
 SHORTEST_LOOK_S = 0.01
 LATE_S = 1.0
 """Delay of a measurement beyond which the time does not count: this process could not run."""
+CLEAN_UP_S = 30.0
+"""Time that cancelled work has to free its resources, for example to remove a container."""
 _LOADAVG = Path("/proc/loadavg")
 
 
@@ -87,4 +89,4 @@ async def within(
             own_s += min(now_s - looked_s, wait_s + LATE_S) * pace
             looked_s = now_s
     finally:
-        await cancel_and_wait(task)
+        await cancel_and_wait(task, repeat_s=CLEAN_UP_S)

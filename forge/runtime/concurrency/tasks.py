@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 _REPEAT_S = 1.0
-"""Time until a task that has not ended is cancelled again."""
+"""Time until a task that has not ended is cancelled again, if its end waits for nothing."""
 
 
 async def first_done(*awaitables: Awaitable[Any]) -> set[asyncio.Future[Any]]:
@@ -27,13 +27,20 @@ async def first_done(*awaitables: Awaitable[Any]) -> set[asyncio.Future[Any]]:
             task.cancel()
 
 
-async def cancel_and_wait(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel the tasks and return once all have ended; their results and errors stay in them."""
+async def cancel_and_wait(
+    *tasks: asyncio.Future[Any] | None, repeat_s: float | None = None
+) -> None:
+    """Cancel the tasks and return once all have ended; their results and errors stay in them.
+
+    A task that has not ended after `repeat_s` is cancelled again, also in the middle of its
+    clean-up; None: after a second.
+    """
     running = {task for task in tasks if task is not None}
+    pause_s = _REPEAT_S if repeat_s is None else repeat_s
     while running:
         for task in running:
             task.cancel()
-        _, running = await asyncio.wait(running, timeout=_REPEAT_S)
+        _, running = await asyncio.wait(running, timeout=pause_s)
 
 
 def raise_if_cancelled() -> None:

@@ -13,6 +13,7 @@ import pytest_asyncio
 from forge.agents.sandbox.own_time import OutOfTime, most_to_run, within
 from forge.core.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from forge.core.queue.dispatch.failures import FailureKind, kind_of_abandoned
+from forge.runtime.concurrency import tasks
 from forge.v1 import scheduler_pb2 as pb
 from tests.support.agents.attempt_bench import Bench, started_bench
 from tests.support.agents.scripted_gateway import Message, text
@@ -225,3 +226,21 @@ async def test_limited_work_is_cancelled_with_its_caller() -> None:
     caller.cancel()
     await asyncio.wait([caller])
     assert caller.cancelled() and ended.is_set()
+
+
+async def test_limited_work_frees_its_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The removal of a container may take seconds; it is not cancelled as well."""
+    monkeypatch.setattr(tasks, "_REPEAT_S", 0.01)
+    removed = False
+
+    async def work() -> None:
+        nonlocal removed
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)
+            removed = True
+
+    with pytest.raises(OutOfTime):
+        await within(0.01, work())
+    assert removed

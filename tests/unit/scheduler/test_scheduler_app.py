@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from forge.core.errors import Unavailable
+from forge.runtime.concurrency import tasks
 from forge.runtime.coordination import Versioned
 from forge.v1 import pool_pb2
 from services.scheduler import app
@@ -99,7 +100,7 @@ async def context(
         metadata={},
         announce=announce,
     )
-    instance = SchedulerApp(made)
+    instance = made.instance = SchedulerApp(made)
     await instance.start()
     yield made
     await instance.stop()
@@ -156,3 +157,21 @@ async def test_failed_start_of_a_term_keeps_the_copies(
     await until(lambda: context.metadata["leader"] == "true")
     assert failed == ["s1"]
     assert [since for shard, since in scanned if shard == "s0"][-1] == "known"
+
+
+async def test_stopped_leader_resigns_also_if_etcd_is_slow(
+    context: SimpleNamespace, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next leader waits for the end of the lease."""
+    monkeypatch.setattr(tasks, "_REPEAT_S", 0.01)
+
+    class Slow(Election):
+        async def resign(self) -> None:
+            await asyncio.sleep(0.1)
+            await super().resign()
+
+    election = Slow()
+    coordinator.elections.put_nowait(election)
+    await until(lambda: context.metadata["leader"] == "true")
+    await context.instance.drain()
+    assert not election.alive

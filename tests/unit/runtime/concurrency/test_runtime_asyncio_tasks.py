@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from forge.runtime.concurrency import tasks
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 
 
@@ -59,3 +60,24 @@ async def test_task_that_loses_a_cancellation_is_cancelled_again() -> None:
     await cancel_and_wait(None, task)
     assert lost.is_set()
     assert task.cancelled()
+
+
+async def test_end_of_a_task_is_not_cancelled_before_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may remove a container, or write to another process."""
+    monkeypatch.setattr(tasks, "_REPEAT_S", 0.01)
+    ended = False
+
+    async def work() -> None:
+        nonlocal ended
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)
+            ended = True
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    await cancel_and_wait(task, repeat_s=60.0)
+    assert ended
