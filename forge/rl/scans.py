@@ -31,12 +31,15 @@ Handler = Callable[[str, Compute, dict[str, Any]], Any]
 """Computes a call of a function in place of it; gets its name, itself and its arguments."""
 
 CONVOLUTION = "causal_conv1d_fn"
+LIGHTNING = "lightning_scan"
+"""That of `forge.rl.model.lightning`."""
 MAMBA1 = "mamba_selective_scan"
 """Takes the state to begin with, too, as `begun_scan.STATE`."""
 _STATES: dict[str, str] = {
     CONVOLUTION: "",
     "causal_conv1d_update": "conv_state",
     "chunk_kimi_delta_attention": "",
+    LIGHTNING: "",
     "mamba2_chunk_scan": "",
     "mamba2_selective_state_update": "state",
     MAMBA1: "",

@@ -27,6 +27,7 @@ from forge.rl import scans
 from forge.rl.attention.forks import ROOT, After, ForkBatch, State, plan_forks
 from forge.rl.attention.tree_attention import Prefix, TreeInput, current_tree
 from forge.rl.begun_scan import STATE
+from forge.rl.model import lightning
 from forge.rl.tree.parts import TreePart
 
 CACHE_NAMES = ("cache_params", "past_key_values")
@@ -40,6 +41,7 @@ PENDING = ("pending", 0)
 def fork_states(model: nn.Module) -> bool:
     """Let the recurrent layers of a model compute trees; whether it has any. Passes without the
     keyword `tree` stay as they are. Idempotent."""
+    lightning.adopt(model)
     layers = [one for one in model.modules() if is_recurrent(one)]
     for index, layer in enumerate(layers):
         layer._forge_index = index  # type: ignore[assignment]
@@ -59,7 +61,8 @@ def is_recurrent(module: nn.Module) -> bool:
 
 def cache_name(module: nn.Module) -> str:
     """Name of the cache in the forward of a recurrent layer; "" for another module."""
-    if not any(isinstance(child, nn.Conv1d) for child in module.children()):
+    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+    if not convolves and not isinstance(module, lightning.LightningAttention):
         return ""
     parameters = signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), "")

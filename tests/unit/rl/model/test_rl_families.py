@@ -67,6 +67,7 @@ WAYS = {
     "llama4_text, full attention": "by sequence",
     "phi": "merged",
     "recurrent_gemma": "alone",
+    "minimax": "merged",
 }
 
 

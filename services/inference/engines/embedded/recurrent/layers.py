@@ -23,6 +23,7 @@ import torch
 
 from forge.core.errors import InvalidArgument
 from forge.rl import scans
+from forge.rl.model import lightning
 from forge.rl.model.forked_states import LayerStates, cache_name
 from services.inference.engines.embedded.recurrent import mamba2_step
 from services.inference.engines.embedded.recurrent.packed import (
@@ -52,6 +53,7 @@ class RecurrentLayers:
     """The recurrent layers of one model; changes their forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        lightning.adopt(model)
         layers = [
             _Layer(number, one, cache_name(one))
             for number, one in enumerate(filter(cache_name, model.modules()))

@@ -39,6 +39,7 @@ class _Scan:
 _DELTA = ("query", "key", "value", "g", "beta")
 _SCANS = {
     "chunk_kimi_delta_attention": _Scan(tokens=_DELTA, begin="initial_state", chunk=64),
+    scans.LIGHTNING: _Scan(tokens=("query", "key", "value"), begin="initial_state"),
     "mamba2_chunk_scan": _Scan(tokens=("hidden_states", "dt", "B", "C"), begin="initial_states"),
     scans.MAMBA1: _Scan(tokens=("hidden_states", "dt", "B", "C", "z"), axis=2, begin=STATE),
     "torch_chunk_gated_delta_rule": _Scan(tokens=_DELTA, begin="initial_state", chunk=64),
@@ -72,7 +73,7 @@ class Piece:
 
 def can_pack(layer: torch.nn.Module) -> bool:
     """Whether the convolution and the scan of a layer are known."""
-    return scans.CONVOLUTION in _functions(layer)
+    return not _functions(layer).keys().isdisjoint((scans.CONVOLUTION, scans.LIGHTNING))
 
 
 class StatelessCache:

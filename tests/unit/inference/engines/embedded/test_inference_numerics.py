@@ -85,6 +85,7 @@ RECURRENT = (
     "lfm2",
     "mamba",
     "mamba2",
+    "minimax",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5_text",
