@@ -22,7 +22,12 @@ _PIPE_WIDTH = 240
 """Columns where no terminal has a width: rows of 80 would break every id."""
 
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+console = Console(
+    # Without markup: names, paths and reasons may have brackets, such as [/INST].
+    markup=False,
+    highlight=False,
+    width=None if sys.stdout.isatty() else _PIPE_WIDTH,
+)
 
 
 class Commands(TyperGroup):
@@ -37,7 +42,7 @@ class Commands(TyperGroup):
             fail(error)
 
 
-def say(text: str) -> None:
+def say(text: str | Text) -> None:
     """Prints a text without line breaks of its own; the terminal may wrap it."""
     console.print(text, soft_wrap=True)
 
@@ -60,13 +65,12 @@ def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
     try:
         asyncio.run(cancellable())
     except asyncio.CancelledError:
-        console.print(interrupted)
+        say(interrupted)
         raise typer.Exit(INTERRUPTED) from None
 
 
 def fail(error: ForgeError) -> NoReturn:
     """Prints each line of the error, most have one, and exits."""
     for line in str(error).splitlines():
-        # Without markup: a wrong argument may look like markup.
         Console(stderr=True).print(Text(f"forge: {line}", style="red"), soft_wrap=True)
     raise typer.Exit(2 if not error.retryable else 1) from None

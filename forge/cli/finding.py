@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.markup import escape
+from rich.text import Text
 
 from forge.cli.command_exit import say
 
@@ -37,9 +37,9 @@ def report(finding: Finding) -> None:
     """Prints one finding, and its remedy if it is a problem."""
     style = ("green" if finding.ok else "red") if finding.was_run else "dim"
     (first, *others) = finding.lines
-    say(f"[{style}]{first[:3]}[/{style}]{escape(first[3:])}")
+    say(Text.assemble((first[:3], style), first[3:]))
     for line in others:
-        say(escape(line))
+        say(line)
 
 
 def findings_of(command: Sequence[str], *, remedy: str) -> Iterator[Finding]:

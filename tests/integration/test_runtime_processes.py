@@ -288,3 +288,21 @@ async def test_ctrl_c_reaches_only_the_parent(watched: Watched) -> None:
     await watched.start("pool", SLEEP)
     pid = watched.supervisor.pids()["pool"]
     assert os.getpgid(pid) != os.getpgid(0)
+
+
+async def test_cancelled_stop_kills_and_reaps_all_children(
+    watched: Watched, tmp_path: Path
+) -> None:
+    """A second Ctrl-C. A child that ends after the event loop makes asyncio print a line."""
+    for name in ("one", "two"):
+        await watched.start(name, STUBBORN)
+        await until_logged(tmp_path / f"{name}.log", "up")
+    pids = watched.supervisor.pids()
+    stop = asyncio.create_task(watched.supervisor.stop())
+    await asyncio.sleep(0)
+    stop.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stop
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids.values()))
+    ends = [(event.kind, event.cause) for event in watched.events if event.kind != "started"]
+    assert ends == [("stopped", "SIGKILL")] * 2

@@ -31,9 +31,7 @@ def roles(cluster: Cluster = "default") -> None:
             for key in keys:
                 path = f"/forge/{cluster}/{key}"
                 shown = f"{path}*" if path.endswith("/") else path
-                console.print(
-                    f"{etcd_user(cluster, service)} {verb} {shown}", markup=False, soft_wrap=True
-                )
+                console.print(f"{etcd_user(cluster, service)} {verb} {shown}", soft_wrap=True)
 
 
 @etcd_app.command()

@@ -94,7 +94,7 @@ def list_tokens(at: Connection) -> None:
         async with at.open() as (coordinator, _):
             issued = await records(coordinator)
         for token_id, record in sorted(issued.items(), key=lambda pair: pair[1].issued_unix_s):
-            console.print(_line(token_id, record), markup=False, soft_wrap=True)
+            console.print(_line(token_id, record), soft_wrap=True)
 
     finish(main, "Interrupted.")
 
@@ -113,7 +113,7 @@ def revoke(
         at.keyring()
         async with at.open() as (coordinator, _):
             record = await revoke_token(coordinator, token_id, by=person())
-        console.print(_line(token_id, record), markup=False, soft_wrap=True)
+        console.print(_line(token_id, record), soft_wrap=True)
 
     finish(main, "Interrupted.")
 

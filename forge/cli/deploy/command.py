@@ -94,7 +94,7 @@ def _show(report: Report) -> None:
         files = report.files.get(host, 0)
         say(f"{host}: {files} files, {len(changed)} changed")
         for path in changed[:8]:
-            console.print(f"    {path}", markup=False, soft_wrap=True)
+            console.print(f"    {path}", soft_wrap=True)
         if changed[8:]:
             say(f"    and {len(changed) - 8} more")
     if missing := report.inventory.missing():
@@ -303,7 +303,7 @@ def drain(
 
 
 def _report(line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
+    console.print(line, soft_wrap=True)
 
 
 def _show_notes(cluster: Cluster) -> None:

@@ -17,7 +17,7 @@ async def make_bundle(system: SystemOptions, *, settings: Path | None, out: Path
     bundle = await collect_bundle(_sources(system, settings))
     path = out or Path(f"forge-support-{datetime.now(UTC):%Y%m%d-%H%M%S}.tar.gz")
     bundle.write(path)
-    say(bundle.manifest().rstrip("\n").replace("[", "\\["))
+    say(bundle.manifest().rstrip("\n"))
     say(f"{path}: look through it before you send it.")
 
 

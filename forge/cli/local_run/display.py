@@ -192,9 +192,11 @@ def result_table(result: CampaignResult, measured: MeasuredModel | None = None) 
     return table
 
 
-def result_notes(result: CampaignResult, directory: RunDirectory, elapsed_s: float) -> list[str]:
+def result_notes(
+    result: CampaignResult, directory: RunDirectory, elapsed_s: float
+) -> list[str | Text]:
     """Returns notes on the figures, and the paths of the files."""
-    notes = [
+    notes: list[str | Text] = [
         f"{result.after.attempts} held-out attempts each time; the second time sampled from "
         f"weight version {result.weight_version}, streamed to the running workers. Intervals are "
         "of the change, paired by task (docs/training.md, Confidence intervals).",
@@ -204,16 +206,20 @@ def result_notes(result: CampaignResult, directory: RunDirectory, elapsed_s: flo
     for label, measured in (("before", result.before), ("after", result.after)):
         if measured.failed:
             notes.append(
-                f"[yellow]{measured.failed} of {measured.attempts} attempts {label} training "
-                "failed and count as 0; see the runner's log.[/yellow]"
+                Text(
+                    f"{measured.failed} of {measured.attempts} attempts {label} training failed "
+                    "and count as 0; see the runner's log.",
+                    style="yellow",
+                )
             )
     return notes
 
 
-def kept_note(measured: MeasuredModel) -> str:
+def kept_note(measured: MeasuredModel) -> str | Text:
     """Returns the path of the model that was measured after training."""
     if measured.problem:
-        return f"[red]The kept model {measured.path} was not measured: {measured.problem}[/red]"
+        text = f"The kept model {measured.path} was not measured: {measured.problem}"
+        return Text(text, style="red")
     return (
         f"Kept model {measured.path}: published from these files as weight version "
         f"{measured.weight_version}; digest equal to that of the weights served."
@@ -231,7 +237,7 @@ def _add_row(
         name,
         f"{before:.3f}",
         f"{after:.3f}",
-        f"[{color}]{change:+.3f}[/{color}]",
+        Text(f"{change:+.3f}", style=color),
         f"{interval.low:+.3f} to {interval.high:+.3f}" if interval else "-",
         str(sum(map(len, changes))) if interval else "-",
     )
@@ -256,7 +262,8 @@ def _domains(progress: Progress) -> RenderableType:
         history = [s.reward_by_domain.get(name, 0.0) for s in progress.steps[-44:]]
         grid.add_row(name, f"{value:.2f}", Text(sparkline(history), style="cyan"))
     history = [s.mean_reward for s in progress.steps[-44:]]
-    grid.add_row("[bold]reward", f"[bold]{latest.mean_reward:.2f}", sparkline(history))
+    total = Text(f"{latest.mean_reward:.2f}", style="bold")
+    grid.add_row(Text("reward", style="bold"), total, sparkline(history))
     return grid
 
 
@@ -282,13 +289,14 @@ def _learning(progress: Progress) -> RenderableType:
 def _queue(progress: Progress) -> RenderableType:
     status = progress.scheduler
     if status is None:
-        return "[dim]waiting for the scheduler[/dim]"
-    return (
-        f"[dim]H {status.head}  W {status.window}  N {status.concurrency}  "
+        return Text("waiting for the scheduler", style="dim")
+    return Text(
+        f"H {status.head}  W {status.window}  N {status.concurrency}  "
         f"running {status.running_rollouts}  complete in window {status.complete_in_window}, "
         f"outside {status.complete_outside_window}  "
         f"accepted {status.accepted} = trained {status.trained} + tombstoned {status.tombstoned} "
-        f"+ pending {status.pending}[/dim]"
+        f"+ pending {status.pending}",
+        style="dim",
     )
 
 

@@ -81,8 +81,8 @@ class RunOptions:
     models: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file with tables [models.NAME]: other models than the policy, which the run "
-            "also serves (docs/models.md)."
+            help="TOML file with tables \\[models.NAME]: other models than the policy, which the "
+            "run also serves (docs/models.md)."
         ),
     ] = None
     engine: Annotated[

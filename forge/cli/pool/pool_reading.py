@@ -14,7 +14,6 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -79,7 +78,7 @@ class _FirstRows:
 
 
 def _match_cells(match: pool_pb2.SearchTrajectoriesResponse.Match) -> list[str]:
-    excerpt = escape(" ".join(match.excerpt.split()))
+    excerpt = " ".join(match.excerpt.split())
     return [*_cells(match.trajectory)[:4], str(match.turn_index), excerpt]
 
 

@@ -36,10 +36,10 @@ class TrajectoryView:
 
     def draw(self, *, full: bool = False) -> Tree:
         """Return the tree; `full` has whole messages in place of their first characters."""
-        tree = Tree(self._heading())
+        tree = Tree(Text.from_markup(self._heading()))
         for reward in self._trajectory.rewards:
             if reward.turn_index == NO_PARENT:
-                tree.add(_reward(reward))
+                tree.add(Text.from_markup(_reward(reward)))
         numbers = {branch[0]: number for number, branch in enumerate(self._tree.branches, 1)}
         self._add_branches(tree, NO_PARENT, numbers, full)
         return tree
@@ -48,9 +48,9 @@ class TrajectoryView:
         self, tree: Tree, parent: int, numbers: Mapping[int, int], full: bool
     ) -> None:
         for first in self._tree.forks.get(parent, ()):
-            branch = tree.add(self._title(first, numbers[first]))
+            branch = tree.add(Text.from_markup(self._title(first, numbers[first])))
             for index in self._tree.branch(first):
-                node = branch.add(self._line(index))
+                node = branch.add(Text.from_markup(self._line(index)))
                 for text in self._texts(index, full):
                     node.add(text)
                 self._add_branches(node, index, numbers, full)

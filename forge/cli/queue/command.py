@@ -154,7 +154,7 @@ async def _show(at: Connection, *, as_json: bool) -> None:
         return
     _print(status)
     for text in queue_lines(status):
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
 
 async def _set(at: Connection, activity: str, *, wait: bool = False) -> None:
@@ -179,7 +179,7 @@ async def _set(at: Connection, activity: str, *, wait: bool = False) -> None:
 def _print(status: scheduler_pb2.GetSchedulerStatusResponse) -> None:
     say(line_of(status))
     for text in troubles(status).values():
-        console.print(text, style="yellow", markup=False, soft_wrap=True)
+        console.print(text, style="yellow", soft_wrap=True)
 
 
 def line_of(status: scheduler_pb2.GetSchedulerStatusResponse) -> str:

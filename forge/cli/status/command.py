@@ -50,7 +50,7 @@ def status_table(state: SystemState) -> Table:
     columns = [Column(name, overflow="fold") for name in names]
     table = Table(*columns, title=f"Services of cluster {state.cluster}")
     for kind in state.missing:
-        table.add_row(kind, "[red]none[/red]")
+        table.add_row(kind, Text("none", style="red"))
     for one in state.services:
         known = one.state in ("ready", "standby")
         table.add_row(

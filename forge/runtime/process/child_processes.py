@@ -101,10 +101,17 @@ class ProcessSupervisor:
         self._children[spec.name] = child
 
     async def stop(self) -> None:
-        """Stop all, the youngest first: SIGTERM, then SIGKILL after `stop_s`."""
-        while self._children:
-            _, child = self._children.popitem()
-            await child.stop()
+        """Stop all, the youngest first: SIGTERM, then SIGKILL after `stop_s`. A cancel kills the
+        remaining ones at once."""
+        try:
+            while self._children:
+                await next(reversed(self._children.values())).stop()
+                self._children.popitem()
+        except asyncio.CancelledError:
+            # Reaped before the event loop closes: asyncio prints a warning for later ends.
+            await asyncio.gather(*(child.kill() for child in self._children.values()))
+            self._children.clear()
+            raise
 
     def pids(self) -> dict[str, int]:
         """Process ids of the running children."""
@@ -145,9 +152,14 @@ class _Child:
             self._process.terminate()
         done, _ = await asyncio.wait({self._task}, timeout=self._spec.stop_s)
         if not done:
-            if self._process is not None and self.running:
-                self._process.kill()
             self._tell("killed")
+            await self.kill()
+
+    async def kill(self) -> None:
+        assert self._task is not None
+        self._stopping.set()
+        if self._process is not None and self.running:
+            self._process.kill()
         await self._task
 
     async def _spawn(self) -> asyncio.subprocess.Process:
