@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forge.core.errors import ConfigError, InvalidArgument
@@ -169,15 +169,17 @@ def _sizes(parts: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def _backbone_matrices(model: Any) -> list[Tensor]:
-    """The parameters for Muon: maps between hidden states, without embedding and head."""
+    """The parameters for Muon: maps between hidden states. Not embeddings, the head, and tables
+    without a product of their own (`A_log` of Mamba, stacked experts)."""
     tables = {
         id(module.weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
         if module is not None
     }
-    return [
-        p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in tables
-    ]
+    layers = (one for one in model.modules() if not isinstance(one, nn.Embedding))
+    weights = (one._parameters.get("weight") for one in layers)
+    found = {id(one): one for one in weights if one is not None and one.ndim == 2}
+    return [one for key, one in found.items() if one.requires_grad and key not in tables]
 
 
 def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:

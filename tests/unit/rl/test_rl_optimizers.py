@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.config import OPTIMIZERS, LearnerConfig, OptimizerConfig, OptimizerName
@@ -105,6 +106,23 @@ def test_muon_updates_matrices_and_adamw_the_rest() -> None:
     assert spectrum.min() > 0.6 and spectrum.max() < 1.3
     for name in ("model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"):
         assert moved[name].abs().sub(1).abs().max() < 1e-3
+
+
+def test_muon_leaves_tables_to_adamw() -> None:
+    """Mamba's `A_log` has two dimensions and is no map; neither are embeddings of positions."""
+    positions = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 6, "vocab_size": 9}
+    for model, tables in (
+        (tiny_model("mamba", torch.float32), ["A_log"]),
+        (GPT2LMHeadModel(GPT2Config(**positions)), ["wte.weight", "wpe.weight"]),
+    ):
+        muon, _ = Optimizers(model, OptimizerConfig(name="muon"))._parts
+        matrices = {id(one) for group in muon.param_groups for one in group["params"]}
+        others = {
+            name.removeprefix("transformer.").rpartition("mixer.")[2]
+            for name, one in model.named_parameters()
+            if one.ndim == 2 and id(one) not in matrices
+        }
+        assert others - {"backbone.embeddings.weight"} == set(tables)
 
 
 def test_eight_bit_states_are_used_for_large_weights() -> None:
