@@ -49,6 +49,14 @@ def test_lambda_1_is_return_minus_value_and_lambda_0_is_one_step() -> None:
     assert torch.allclose(gae(values, returns, whole, lam=0.0), step)
 
 
+def test_long_answers_keep_their_digits() -> None:
+    """The deltas of 20,000 tokens telescope: in fp32 their sum would carry 20,000 roundings."""
+    values = torch.rand(20_000, generator=torch.Generator().manual_seed(1))
+    returns = torch.ones_like(values)
+    found = gae(values, returns, torch.tensor([20_000]), lam=1.0)
+    assert torch.equal(found, returns - values)
+
+
 def test_clipped_value_loss_equals_values_by_hand() -> None:
     """Inside the clip the plain error counts; beyond it the larger of the two."""
     config = CriticConfig(value_clip=0.2)
