@@ -130,7 +130,10 @@ def clipped_tokens(
         ratio_T = tokens.ratio.detach()
     clipped_T = outside(ratio_T, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     if dual_clip:
-        clipped_T |= (ratio_T > dual_clip) & (tokens.advantages != 0)
+        # Of two bounds, the lower one holds for a gain and the upper one for a loss.
+        upper = max(dual_clip, 1 + clip_high)
+        clipped_T |= (ratio_T > dual_clip) & (tokens.advantages > 0)
+        clipped_T |= (ratio_T > upper) & (tokens.advantages < 0)
     return clipped_T
 
 

@@ -118,10 +118,15 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
 def test_dual_clip_counts_as_clipped() -> None:
     """Every token without a gradient counts: above the dual bound for a loss, above its own bound
     for a gain."""
-    one = tokens([20.0, 2.0, 20.0, 1.0], [-1.0, -1.0, 1.0, 1.0])
-    share = objective(algorithm="dapo", dual_clip=3.0).evaluate(one, BatchSize(tokens=1, samples=1))
-    assert share.clipped.tolist() == [True, False, True, False]
-    assert [value == 0.0 for value in gradient(share.loss, one)] == share.clipped.tolist()
+    one = tokens([20.0, 2.0, 20.0, 1.15, 1.15, 1.0], [-1.0, -1.0, 1.0, 1.0, -1.0, 1.0])
+    size = BatchSize(tokens=1, samples=1)
+    for dual, clipped in (
+        (3.0, [True, False, True, False, False, False]),
+        (1.1, [True, True, True, True, False, False]),
+    ):
+        share = objective(algorithm="dapo", dual_clip=dual).evaluate(one, size)
+        assert share.clipped.tolist() == clipped
+        assert [value == 0.0 for value in gradient(share.loss, one)] == clipped
 
 
 def test_gspo_uses_the_geometric_mean_of_a_samples_ratios() -> None:
