@@ -5,13 +5,13 @@ two timers of rollouts: the end of a lease and the end of a back-off.
 `forge.core.queue.selection.selection` decides whether a further group may start.
 
 The cost does not depend on the number of pool shards, reachable or not
-(`forge.core.queue.dispatch.lanes`), and grows with the number of kinds of tasks.
+(`forge.core.queue.dispatch.lanes`), and grows with the number of kinds of the tasks that wait.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -123,19 +123,18 @@ class Dispatch:
         self, *, evaluation: bool, away: frozenset[str], able: Abilities = ANY
     ) -> Group | None:
         """The group to start next, of a domain that is not skipped."""
+        skipped = self._held_back
         return _first(
-            lanes.first(away)
-            for kind, lanes in self._fresh[evaluation].items()
-            if kind.domain not in self._held_back and able.cover(kind)
+            self._fresh[evaluation],
+            away,
+            fits=lambda kind: kind.domain not in skipped and able.cover(kind),
         )
 
     def first_rollout(
         self, *, evaluation: bool, away: frozenset[str], able: Abilities = ANY
     ) -> Slot | None:
         """The rollout of a running group to lease next."""
-        return _first(
-            lanes.first(away) for kind, lanes in self._ready[evaluation].items() if able.cover(kind)
-        )
+        return _first(self._ready[evaluation], away, fits=able.cover)
 
     def waiting_kinds(self, away: frozenset[str]) -> set[Kind]:
         """The kinds of groups and rollouts that wait for a runner."""
@@ -150,12 +149,22 @@ def _kind(group: Group) -> Kind:
     return Kind(group.spec.domain, group.spec.scaffold)
 
 
-def _first(candidates: Iterable[tuple[Key, Item] | None]) -> Item | None:
-    """The item with the lowest key."""
+def _first(
+    lanes_of: dict[Kind, Lanes[Item]], away: frozenset[str], *, fits: Callable[[Kind], bool]
+) -> Item | None:
+    """The item with the lowest key; forgets the kinds of which nothing waits."""
     first: tuple[Key, Item] | None = None
-    for candidate in candidates:
-        if candidate and (first is None or candidate[0] < first[0]):
+    ended: list[Kind] = []
+    for kind, lanes in lanes_of.items():
+        if not fits(kind):
+            continue
+        candidate = lanes.first(away)
+        if candidate is None:
+            ended += [kind] if lanes.empty else []
+        elif first is None or candidate[0] < first[0]:
             first = candidate
+    for kind in ended:
+        del lanes_of[kind]
     return first[1] if first else None
 
 

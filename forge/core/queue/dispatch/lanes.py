@@ -33,6 +33,11 @@ class Lanes(Generic[Item]):
         """Shards that `first` skipped because they were unreachable."""
         self._away: frozenset[str] = frozenset()
 
+    @property
+    def empty(self) -> bool:
+        """Whether no lane has an item; one that `first` has not dropped counts."""
+        return not any(self._lanes.values())
+
     def push(self, shard: str, key: Key, item: Item) -> None:
         """Add an item."""
         heappush(self._lanes[shard], (key, item))

@@ -8,6 +8,7 @@ import pytest
 
 from forge.core.errors import InvalidArgument, NotFound
 from forge.core.queue.admission import GenerationLimit, PartialGroups, QueueSettings
+from forge.core.queue.dispatch.lanes import Lanes
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import AttemptState, Group, GroupSpec, Phase, StoredAttempt
 from forge.core.trajectory import TaskId
@@ -366,3 +367,25 @@ def test_next_event_is_the_earliest_change_by_time_alone() -> None:
     assert queue.next_event_s(1.0) == 10.0
     fail(queue, "a:0:0", now_s=1.0)
     assert queue.next_event_s(1.0) == 4.0
+
+
+def test_lease_costs_nothing_for_kinds_of_tasks_that_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long run may have thousands of scaffolds, one after the other."""
+    looks = 0
+
+    def first(lanes: Lanes[Any], away: frozenset[str]) -> Any:
+        nonlocal looks
+        looks += 1
+        return search(lanes, away)
+
+    search = Lanes.first
+    monkeypatch.setattr(Lanes, "first", first)
+    queue = make_queue(admission=GenerationLimit.RUNNING)
+    for index in range(50):
+        looks = 0
+        add(queue, make_group(f"task-{index}", index, scaffold=f"scaffold-{index}"))
+        (claim,) = lease(queue, 1)
+        queue.rollouts.complete(claim)
+    assert looks <= 8
