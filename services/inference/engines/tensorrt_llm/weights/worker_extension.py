@@ -92,6 +92,7 @@ def _begin(worker: WorkerExtension, drain: bool | None) -> None:
 
 
 def _load(worker: WorkerExtension, bucket: Bucket) -> None:
+    _restart_hang_detector(worker.engine)
     engine = worker.engine.model_engine
     tensors = _tensors(_read(bucket), bucket["tensors"], worker.device_id)
     engine.model_loader.reload(engine.model, tensors, allow_partial_loading=True)
@@ -100,6 +101,7 @@ def _load(worker: WorkerExtension, bucket: Bucket) -> None:
 
 
 def _finish(worker: WorkerExtension) -> None:
+    _restart_hang_detector(worker.engine)
     _finalize(worker, worker.engine.model_engine.model_loader)
     _place_experts(worker.engine)
     _synchronize()
@@ -144,6 +146,14 @@ def _control_action(engine: Any, drain: bool | None) -> AbstractContextManager[A
         engine.control_action() if drain is None else engine.control_action(drain=drain)
     )
     return action
+
+
+def _restart_hang_detector(engine: Any) -> None:
+    """Give the next step of the update the whole time of the library's hang detector. The detector
+    also counts the control action, in which the executor waits, and kills the ranks after 300 s."""
+    detector = getattr(engine, "hang_detector", None)
+    if detector is not None:
+        detector.checkpoint()
 
 
 def _call_hook(module: Any, hook: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from tests.support.inference.tensorrt_llm_fake._torch.pyexecutor.hang_detector import HangDetector
 from tests.support.inference.tensorrt_llm_fake.behaviour import behaviour, misuse
 from tests.support.inference.tensorrt_llm_fake.model import RankModel
 
@@ -13,9 +14,10 @@ from tests.support.inference.tensorrt_llm_fake.model import RankModel
 class ModelLoader:
     """See the library."""
 
-    def __init__(self, model: RankModel, rank: int) -> None:
+    def __init__(self, model: RankModel, rank: int, hang_detector: HangDetector) -> None:
         self._model = model
         self._rank = rank
+        self._hang_detector = hang_detector
         self._began = False
 
     def __getattribute__(self, name: str) -> object:
@@ -58,4 +60,5 @@ class ModelLoader:
             behaviour().failing_reload = None
             model.generation = -1
             raise RuntimeError("CUDA out of memory")
+        self._hang_detector.note_bucket()
         model.load(weights)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+from tests.support.inference.tensorrt_llm_fake._torch.pyexecutor.hang_detector import HangDetector
 from tests.support.inference.tensorrt_llm_fake._torch.pyexecutor.model_loader import ModelLoader
 from tests.support.inference.tensorrt_llm_fake.behaviour import behaviour, misuse
 from tests.support.inference.tensorrt_llm_fake.core import Core
@@ -33,9 +34,10 @@ class PyExecutor:
         self._core = core
         self._rank = rank
         model = core.ranks[rank]
+        self.hang_detector = HangDetector()
         self.model_engine = SimpleNamespace(
             model=model,
-            model_loader=ModelLoader(model, rank),
+            model_loader=ModelLoader(model, rank, self.hang_detector),
             moe_load_balancer=MoeLoadBalancer(),
         )
 
