@@ -63,3 +63,7 @@ class VllmSettings:
     """Most tokens that the draft heads among the weights draft for one step, in the role both; 0:
     none. With drafts vLLM lacks min_p, logit_bias, the log-probs in the model's own distribution,
     and the continuation of grammars and penalties."""
+    silence_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
+    """Longest silence while requests run: no token, and no answer of vLLM's scheduler, which
+    answers between two steps. Then the worker kills vLLM's process and ends. Must be longer than
+    the longest step; on a CPU, that of the longest prompt."""

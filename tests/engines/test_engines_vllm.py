@@ -98,6 +98,29 @@ async def test_answers_go_on_through_swaps_and_a_lost_engine(inference: Inferenc
     await until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
 
 
+async def test_hanging_engine_ends_with_its_worker(inference: InferenceCluster) -> None:
+    """vLLM's process is stopped under requests: neither a token nor an answer comes. After
+    vllm.silence_s the worker kills it and ends with 1, and another one finishes the answers."""
+    seed = version = inference.publisher.version
+    worker = inference.start("both", *VLLM, "--vllm.silence-s", "20")
+    await inference.registered("decode", worker, weight_version=str(version))
+    prompts = [prompt_ids(20 + n, seed=n) for n in range(CALLS)]
+    calls = [asyncio.create_task(inference.sample(ids, max_tokens=400)) for ids in prompts]
+    await inference.sampling(*calls)
+    engine = engine_of(inference, worker)
+    engine.suspend()
+    assert await asyncio.to_thread(inference.exit_code, worker) == 1
+    assert "vLLM hangs: its requests had no token" in inference.log_of(worker)
+    assert not engine.is_running()
+    second = inference.start("both", *VLLM)
+    await inference.registered("decode", second, weight_version=str(version))
+    for ids, sample in zip(prompts, await asyncio.gather(*calls), strict=True):
+        assert len(sample.ids) == 400
+        assert is_greedy(reference("qwen3", seed=seed), ids, sample.ids)
+    inference.kill(second)
+    await inference.forget_killed()
+
+
 async def test_second_turn_goes_where_its_history_is_cached(inference: InferenceCluster) -> None:
     """Of two workers, by vLLM's events alone: the router is new and has seen no first turn. Nor has
     it measured a worker: one slow answer weighs more than the cached part of a short prompt."""

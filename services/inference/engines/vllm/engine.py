@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from contextlib import aclosing
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,7 @@ from forge.core.errors import ForgeError, ResourceExhausted, Unavailable, Unsupp
 from forge.core.named_tensor import NamedTensor
 from forge.core.routes import RouteShape
 from forge.core.token_columns import int32_array
-from forge.runtime.actors.actor import Actor
-from forge.runtime.actors.actor_system import ActorRef, ActorSystem
-from forge.runtime.actors.supervision import Restart
+from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.telemetry import log
 from services.inference.engines.aggregated import part
 from services.inference.engines.base import ModelLimits, Piece, Probe, Prompt
@@ -49,31 +47,11 @@ from services.inference.engines.vllm.cache_events import (
 from services.inference.engines.vllm.exchange.expert_rows import ExpertRows
 from services.inference.engines.vllm.exchange.kv_format import Layout
 from services.inference.engines.vllm.leg import Leg, to_piece, versions_in
+from services.inference.engines.vllm.process_watch import ProcessWatch
 from services.inference.engines.vllm.processes import Processes
 from services.inference.engines.vllm.staging import Checkpoint, Staged, copied
 
-_NEVER_RESTART = Restart(max_restarts=0)
-_WATCH_S = 0.2
 _REREAD_AFTER_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """vLLM is lost."""
-
-    reason: str
-
-
-class _ProcessWatch(Actor):
-    """Fails when vLLM's process has ended: the worker ends, and its supervisor starts both."""
-
-    async def receive(self, message: Any) -> Any:
-        """Raise the reason."""
-        match message:
-            case _Ended(reason):
-                raise RuntimeError(reason)
-            case _:
-                return await super().receive(message)
 
 
 class VllmEngine:
@@ -88,7 +66,7 @@ class VllmEngine:
         options: EngineOptions,
         capabilities: Capabilities,
         routes: RouteShape | None,
-        watch: ActorRef,
+        watch: ProcessWatch,
     ) -> None:
         self.limits = limits
         self.capabilities = capabilities
@@ -115,9 +93,6 @@ class VllmEngine:
         self._trials: dict[int, asyncio.Future[None]] = {}
         self._update = asyncio.Lock()
         self._watch = watch
-        self._lost = False
-        """Ends the worker."""
-        self._watching = asyncio.ensure_future(self._watch_process())
 
     @classmethod
     async def start(
@@ -150,7 +125,8 @@ class VllmEngine:
             if processes is not None:
                 processes.llm.shutdown()
             raise
-        watch = await actors.spawn(_ProcessWatch, name="vllm", restart=_NEVER_RESTART)
+        silence_s = arguments.settings_of(options).silence_s
+        watch = await ProcessWatch.start(actors, processes, silence_s=silence_s)
         log.info("vllm_started", capabilities=able.described())
         return cls(processes, checkpoint, follower, limits, options, able, routes, watch)
 
@@ -162,9 +138,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Stop vLLM's process."""
-        self._watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._watching
+        await self._watch.close()
         self._grammars.close()
         await self._follower.close()
         self._llm.shutdown()
@@ -196,7 +170,7 @@ class VllmEngine:
             # The state knows the version of each token; it stays when the request has ended.
             state = self._llm.output_processor.request_states.get(collector.request_id)
             while not finished:
-                output = collector.get_nowait() or await collector.get()
+                output = await self._next(collector)
                 finished, leg.returned = output.finished, output.kv_transfer_params
                 versions = versions_in(output.outputs[0], state, sampled)
                 await self._tried(versions)
@@ -219,6 +193,15 @@ class VllmEngine:
                 collector.close()
                 if not finished:
                     await self._llm.abort(collector.request_id, internal=True)
+
+    async def _next(self, collector: Any) -> Any:
+        """Return the next output of a request."""
+        output = collector.get_nowait()
+        if output is None:
+            with self._watch.progress.request():
+                output = await collector.get()
+        self._watch.progress.note()
+        return output
 
     def _expert_rows(self, prompt: Prompt) -> ExpertRows | None:
         start = prompt.sampling.routes_from
@@ -306,12 +289,12 @@ class VllmEngine:
 
     async def _return_to_served(self) -> None:
         """Load the weights before those on trial again."""
-        if self._served is None or self._lost:
+        if self._served is None or self._watch.lost:
             return
         try:
             await self._serve(self._served)
         except ResourceExhausted as error:
-            self._end(f"vLLM has refused weights {self._loaded} and cannot return: {error}")
+            self._watch.end(f"vLLM has refused weights {self._loaded} and cannot return: {error}")
 
     async def _log_drafts(self) -> None:
         if self.capabilities.drafts:
@@ -321,7 +304,8 @@ class VllmEngine:
     async def _serve(self, staged: Staged) -> None:
         """Load weights between two steps; requests in flight continue under them."""
         async with copied(staged) as update:
-            await self._swap(staged, WeightTransferUpdateRequest(update_info=update))
+            with self._watch.progress.paused():
+                await self._swap(staged, WeightTransferUpdateRequest(update_info=update))
 
     async def _swap(self, staged: Staged, update: WeightTransferUpdateRequest) -> None:
         llm = self._llm
@@ -342,7 +326,7 @@ class VllmEngine:
             found = self._processes.why_ended() if dead else str(error)
             failed = f"vLLM failed to load weights {staged.version}: {found}"
             log.error("vllm_update_failed", weight_version=staged.version, error=found)
-            self._end(failed)
+            self._watch.end(failed)
             raise Unavailable(failed) from error
 
     async def _try(self, staged: Staged, probe: Probe | None) -> None:
@@ -357,27 +341,17 @@ class VllmEngine:
         outputs = self._llm.generate(inputs, params, name)
         try:
             async with asyncio.timeout(self._timeout_s), aclosing(outputs):
-                *_, last = [output async for output in outputs]
+                with self._watch.progress.request():
+                    *_, last = [output async for output in outputs]
         except EngineDeadError as error:
             raise Unavailable(self._processes.why_ended()) from error
         except TimeoutError as error:
             late = f"vLLM has not computed the probe of weights {staged.version} in time"
-            self._end(late)
+            self._watch.end(late)
             raise Unavailable(late) from error
         entries = zip(ids[1:], last.prompt_logprobs[1:], strict=True)
         found = [entry[token].logprob for token, entry in entries]
         check_probe(probe, found, version=staged.version, rounded=staged.rounded)
-
-    async def _watch_process(self) -> None:
-        # vLLM says it to requests alone; an idle worker must end, too.
-        while not self._llm.errored:  # noqa: ASYNC110
-            await asyncio.sleep(_WATCH_S)
-        self._end(self._processes.why_ended())
-
-    def _end(self, reason: str) -> None:
-        self._lost = True
-        if self._watch.alive:
-            self._watch.tell(_Ended(reason))
 
 
 def _end_token(model_path: str) -> int | None:

@@ -88,6 +88,20 @@ class Processes:
         except EngineDeadError as error:
             raise Unavailable(f"engine = 'vllm': {self.why_ended()}") from error
 
+    @property
+    def ended(self) -> bool:
+        """Whether one has ended."""
+        return bool(self.llm.errored)
+
+    async def ask(self) -> object:
+        """Return as soon as the scheduler is between two steps."""
+        return await self.llm.is_sleeping()
+
+    def kill(self) -> None:
+        """End them now, also stopped ones."""
+        for process in self._processes:
+            process.kill()
+
     def why_ended(self) -> str:
         """Return that they ended, and why."""
         cause = self._output.cause(process.exitcode for process in self._processes)

@@ -1,0 +1,103 @@
+"""Ends the worker when vLLM's process has ended, or hangs: its supervisor then starts both.
+
+Owns what a lost vLLM costs. Not here: the rule for a hang (`hang_watch`), the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.actors.supervision import Restart
+from forge.runtime.concurrency.tasks import cancel_and_wait
+from forge.runtime.telemetry import log
+from services.inference.engines.vllm.hang_watch import Progress, hung
+
+_NEVER_RESTART = Restart(max_restarts=0)
+_WATCH_S = 0.2
+
+
+class Watched(Protocol):
+    """vLLM's processes; see `Processes`."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether one has ended."""
+
+    async def ask(self) -> object:
+        """Return as soon as the scheduler is between two steps."""
+
+    def kill(self) -> None:
+        """End them now, also stopped ones."""
+
+    def why_ended(self) -> str:
+        """Return that they ended, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """vLLM is lost."""
+
+    reason: str
+
+
+class _Owner(Actor):
+    """Fails for good: the worker ends."""
+
+    async def receive(self, message: Any) -> Any:
+        """Raise the reason."""
+        match message:
+            case _Ended(reason):
+                raise RuntimeError(reason)
+            case _:
+                return await super().receive(message)
+
+
+class ProcessWatch:
+    """Watches until closed."""
+
+    def __init__(self, processes: Watched, owner: ActorRef, *, silence_s: float) -> None:
+        self.progress = Progress()
+        self.lost = False
+        """The worker ends."""
+        self._processes = processes
+        self._owner = owner
+        self._tasks = (
+            asyncio.create_task(self._await_end()),
+            asyncio.create_task(self._await_hang(silence_s)),
+        )
+
+    @classmethod
+    async def start(cls, actors: ActorSystem, processes: Watched, *, silence_s: float) -> Self:
+        """Watch from now on. `silence_s`: see `hung`."""
+        owner = await actors.spawn(_Owner, name="vllm", restart=_NEVER_RESTART)
+        return cls(processes, owner, silence_s=silence_s)
+
+    def end(self, reason: str) -> None:
+        """End the worker."""
+        self.lost = True
+        if self._owner.alive:
+            self._owner.tell(_Ended(reason))
+
+    async def close(self) -> None:
+        """Stop watching."""
+        await cancel_and_wait(*self._tasks)
+
+    async def _await_end(self) -> None:
+        # vLLM says it to requests alone; an idle worker must end, too.
+        while not self._processes.ended:  # noqa: ASYNC110
+            await asyncio.sleep(_WATCH_S)
+        self.end(self._processes.why_ended())
+
+    async def _await_hang(self, silence_s: float) -> None:
+        await hung(self.progress, self._processes.ask, limit_s=silence_s)
+        log.error("vllm_hangs", silence_s=silence_s)
+        self.end(
+            f"vLLM hangs: its requests had no token, and its scheduler gave no answer, for "
+            f"vllm.silence_s = {silence_s:g}"
+        )
+        # Its requests fail at once, and the router places them again.
+        self._processes.kill()
