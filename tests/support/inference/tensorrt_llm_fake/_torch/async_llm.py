@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Generator
+from threading import Lock
 from typing import Any, Self
 
 from tests.support.inference.tensorrt_llm_fake._torch.pyexecutor.py_executor import PyExecutor
@@ -20,6 +21,8 @@ class RayGPUWorker:
     def __init__(self, engine: PyExecutor, rank: int) -> None:
         self.engine = engine
         self.device_id = rank
+        self.thread = Lock()
+        """Calls run one after the other, as on the one thread of a Ray actor."""
 
     def setup_engine(self) -> None:
         """Is done."""
@@ -117,4 +120,9 @@ class AsyncLLM(LLM):
         worker = self.workers[rank]
         if not callable(getattr(worker, method, None)):
             raise AttributeError(f"The RayGPUWorker has no method called {method!r}.")
-        return await asyncio.to_thread(getattr(worker, method), *args, **kwargs)
+
+        def run() -> Any:
+            with worker.thread:
+                return getattr(worker, method)(*args, **kwargs)
+
+        return await asyncio.to_thread(run)
