@@ -38,6 +38,8 @@ def user(text: str) -> dict[str, Any]:
         (b'{"model": "policy", "messages": []}', 400, "must not be empty"),
         (b'{"model": "policy", "messages": [{"role": "king"}]}', 400, "king"),
         (b'{"model": "policy", "messages": [{"role": 7}]}', 400, "$.messages[0].role"),
+        (b'{"model": "policy", "messages": "hi"}', 400, "got `str` - at `$.messages`"),
+        (b'{"model": "policy", "messages": null}', 400, "got `null` - at `$.messages`"),
         (b'{"model": "policy", "messages": ' + b"[" * 100_000, 400, "not valid"),
         (b'{"model": "policy", "messages": [{"role":"user"}], "n": 0.5}', 400, "$.n"),
         (b'{"model": "policy", "messages": [{"role":"user"}], "top_p": 7}', 400, "top_p = 7"),
@@ -70,6 +72,46 @@ async def test_invalid_request_is_refused_with_its_fault(
         error = (await got.json())["error"]
     assert (got.status, error["type"]) == (status, "invalid_request_error")
     assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("/v1/audio", 404, "POST /v1/audio: Not Found"),
+        (
+            "/chat/completions",
+            404,
+            "POST /chat/completions: Not Found; the base URL must end with /v1",
+        ),
+        (
+            "/v1/v1/messages",
+            404,
+            "POST /v1/v1/messages: Not Found; the client adds /v1 to the base URL: leave it out",
+        ),
+        ("/v1/models", 405, "POST /v1/models: Method Not Allowed; use GET or HEAD"),
+        ("/v1beta/models/x:sing", 405, "POST /v1beta/models/x:sing: Method Not Allowed"),
+    ],
+)
+async def test_wrong_address_is_named_as_it_was_sent(
+    gateway: Instance, path: str, status: int, says: str
+) -> None:
+    """With the remedy of a base URL that lacks /v1, or has it twice."""
+    url = f"http://{gateway.metadata['http']}{path}"
+    async with aiohttp.ClientSession() as http, http.post(url, json={}) as got:
+        assert (got.status, got.reason) == (status, says.partition(": ")[2].partition(";")[0])
+        assert says in (await got.json())["error"]["message"]
+        assert ("Allow" in got.headers) == (status == 405)
+
+
+async def test_session_token_in_a_wrong_address_is_not_echoed(
+    stack: GatewayStack, gateway: Instance
+) -> None:
+    """Errors end in logs of agents."""
+    token = stack.token("echo:0:0")
+    url = f"http://{gateway.metadata['http']}/s/{token}/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, json={}) as got:
+        message = (await got.json())["error"]["message"]
+    assert message == "POST /chat/completions: Not Found; the base URL must end with /v1"
 
 
 async def test_wrong_model_and_wrong_tokens_have_their_own_errors(

@@ -14,7 +14,7 @@ from services.gateway.http.edge import Edge, json_response
 from services.gateway.http.request_fields import request_body
 
 
-class RewardBody(msgspec.Struct):
+class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
     """A reward component of the request."""
 
     name: str
@@ -24,8 +24,9 @@ class RewardBody(msgspec.Struct):
     event_id: str = ""
 
 
-class CloseRequest(msgspec.Struct):
-    """The body of the request."""
+class CloseRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of the request. An unknown field is an error: a seal without the rewards that its
+    writer meant could not be mended."""
 
     rewards: list[RewardBody] = []
     abandon_reason: str = ""

@@ -8,6 +8,7 @@ URL.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection
@@ -159,7 +160,12 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         with connection.request():
             response = await handler(request)
     except web.HTTPException as error:
-        failure = Failure(status=error.status, message=_explain(request, error), code="http")
+        failure = Failure(
+            status=error.status,
+            message=_explain(request, error),
+            code="http",
+            headers={name: value for name, value in error.headers.items() if name == "Allow"},
+        )
         response = _refusal(request, failure)
     except Exception as error:
         failure = Failure.of(public_error(error))
@@ -203,4 +209,14 @@ async def _name_request(request: web.Request, response: web.StreamResponse) -> N
 def _explain(request: web.Request, error: web.HTTPException) -> str:
     if error.status == 413:
         return f"the request body is too large: {error.text}"
-    return f"{request.method} {request.path.split('/v1', 1)[-1][:100]}: {error.reason}"
+    # Without the session token of the path.
+    path = re.sub(r"^/s/[^/]*", "", request.path)
+    said = f"{request.method} {path[:100]}: {error.reason}"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{said}; use {' or '.join(sorted(error.allowed_methods))}"
+    served = {resource.canonical for resource in request.app.router.resources()}
+    if f"/v1{path}" in served:
+        return f"{said}; the base URL must end with /v1"
+    if path.startswith("/v1/v1/") and path.removeprefix("/v1") in served:
+        return f"{said}; the client adds /v1 to the base URL: leave it out"
+    return said

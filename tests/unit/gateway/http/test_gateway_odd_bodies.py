@@ -25,6 +25,19 @@ def test_turn_index_beyond_its_type_is_refused(turn_index: int) -> None:
         control.rewards_of(request_body.decode(body, control.CloseRequest))
 
 
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"reward": [{"name": "a", "value": 1}]}', "reward"),
+        (b'{"rewards": [{"name": "a", "value": 1, "turn": 3}]}', "turn"),
+    ],
+)
+def test_close_with_an_unknown_field_is_refused(body: bytes, field: str) -> None:
+    """Ignored, it would seal the trajectory without the reward that its writer meant."""
+    with pytest.raises(InvalidArgument, match=f"unknown field `{field}`"):
+        request_body.decode(body, control.CloseRequest)
+
+
 @pytest.mark.parametrize("number", [10**400, -(10**400)], ids=["large", "small"])
 def test_number_beyond_any_float_is_refused(number: int) -> None:
     """The message begins with the field and the number."""

@@ -160,7 +160,9 @@ def _read_messages(images: ImagePolicy, array: bytes, first: int) -> list[Messag
         messages = msgspec.json.decode(array, type=list[ChatMessage])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         where = f"messages[{first}:]" if first else "messages"
-        wrong = str(error).replace("`$", f"`$.{where}")
+        wrong = str(error)
+        at = "`$" in wrong
+        wrong = wrong.replace("`$", f"`$.{where}") if at else f"{wrong} - at `$.{where}`"
         raise InvalidArgument(f"the request body is not valid: {wrong}") from None
     return [_message(message, first + at, images) for at, message in enumerate(messages)]
 
