@@ -226,11 +226,14 @@ class Runner:
             await asyncio.sleep(PAUSE_S)
 
     def _stop_lost(self, lease_ids: Sequence[str]) -> None:
-        for lease_id in lease_ids:
-            if rollout := self._leased.get(lease_id):
-                log.warning("lease_lost", trajectory_id=rollout.lease.trajectory_id)
-                rollout.task.cancel()
-        self._release(lease_ids)
+        lost = [one for lease_id in lease_ids if (one := self._leased.get(lease_id))]
+        # A rollout that has ended keeps its place until the report, which ends its lease: the
+        # scheduler may have the report before this runner has the response.
+        running = [one for one in lost if not one.task.done()]
+        for rollout in running:
+            log.warning("lease_lost", trajectory_id=rollout.lease.trajectory_id)
+            rollout.task.cancel()
+        self._release([one.lease.lease_id for one in running])
 
     def _release(self, lease_ids: Sequence[str]) -> None:
         self._renewal.drop(lease_ids)

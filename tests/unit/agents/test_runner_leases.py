@@ -233,6 +233,35 @@ async def test_lost_claim_stops_only_its_own_rollout() -> None:
     assert set(scheduler.outcomes) == {"lease-1"}
 
 
+async def test_report_under_way_is_no_lost_lease() -> None:
+    """The scheduler has ended the lease with the report, whose response is not here yet: nothing is
+    logged, and the rollout keeps its place."""
+    scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1)), Work()
+    answered = asyncio.Event()
+    report = scheduler.FinishRollouts
+
+    async def finish(request: Any) -> Any:
+        response = await report(request)
+        scheduler.lost = ["lease-0"]
+        await answered.wait()
+        return response
+
+    scheduler.FinishRollouts = finish  # type: ignore[method-assign]
+    work.go.set()
+    with capture_logs() as logged:
+        async with working(scheduler, work, concurrency=1):
+            await scheduler.until_reported(1)
+            while not scheduler.renewed.empty():
+                scheduler.renewed.get_nowait()
+            for _ in range(3):
+                assert await scheduler.renewed.get() == ["lease-0"]
+            assert scheduler.asked == [1]
+            answered.set()
+            await scheduler.until_reported(2)
+    assert set(scheduler.outcomes) == {"lease-0", "lease-1"}
+    assert "lease_lost" not in [line["event"] for line in logged]
+
+
 async def test_scheduler_outage_loses_no_rollout_result() -> None:
     """Reports are repeated until they are answered; the rollout keeps its place until then."""
     scheduler, work = StandIn(lease(0), lease(1)), Work()
