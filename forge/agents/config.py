@@ -41,11 +41,11 @@ class RunnerConfig(ServiceConfig):
     """Limit on the own time of one agent: waits for the model do not count, and time counts less on
     a host with more runnable threads than cores."""
     call_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 600.0
-    """Deadline of one model call."""
+    """Deadline of one model call. Keep it above router.worker_wait_s."""
     lease_wait_s: Annotated[float, Meta(ge=0.1, le=60)] = 10.0
     """Time for which a request for rollouts waits at the scheduler."""
-    gateway_wait_s: Annotated[float, Meta(ge=0.1, le=600)] = 30.0
-    """Time for which a rollout waits for a gateway."""
+    gateway_wait_s: Annotated[float, Meta(ge=0.1, le=600)] = 120.0
+    """Time for which a rollout waits for a gateway: long enough for one to start again."""
     max_tokens: Annotated[int, Meta(ge=1)] = 256
     """Most sampled tokens per turn, for tasks without max_tokens."""
     command: str = ""

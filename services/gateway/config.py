@@ -106,8 +106,9 @@ class CallSettings:
     turns."""
     sample_timeout_s: Annotated[float, Meta(ge=1)] = 1800.0
     """Longest time to sample one answer."""
-    retry_for_s: Annotated[float, Meta(ge=0)] = 30.0
-    """Time for which a call waits for a router and retries on others."""
+    retry_for_s: Annotated[float, Meta(ge=0)] = 120.0
+    """Time for which a call waits for a router and retries on others: long enough for a router to
+    start again. Keep it below router.worker_wait_s, after which a router finds no worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,9 @@ class RouterSettings:
 
     queue_limit: Annotated[int, Meta(ge=1)] = 4096
     """Most requests that wait; the router refuses more."""
-    worker_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
-    """Longest time that a request waits while no worker serves."""
+    worker_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 300.0
+    """Longest time that a request waits while no worker serves: long enough for a worker to start
+    again. Keep it below the callers' deadlines of one call."""
     version_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     """Longest wait of an answer for a worker with the weights of its newest token, or newer ones,
     from the moment at which the first worker had them; then a worker with older weights continues

@@ -35,7 +35,8 @@ from services.inference.config import InferenceConfig, RouterSettings
 from services.inference.engines.base import Prompt
 from services.inference.engines.capabilities import Capabilities
 from services.inference.router import worker_streams
-from services.inference.router.actor import MIN_ADMITTED, RouterActor
+from services.inference.router.actor import RouterActor
+from services.inference.router.admission_queue import MIN_ADMITTED
 from services.inference.router.messages import FleetChanged, Report
 from services.inference.router.metrics import STARTED_OVER
 from services.inference.router.request import request as request_module

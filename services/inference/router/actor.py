@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
+from forge.core.errors import ForgeError, Unavailable
 from forge.core.placement.chains import PromptChains
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
@@ -29,6 +29,7 @@ from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Discovery
 from forge.runtime.telemetry import log
 from forge.v1 import inference_pb2 as pb
+from services.inference.router.admission_queue import AdmissionQueue
 from services.inference.router.fleet.fleet import EXPECTED_S, Fleet
 from services.inference.router.fleet.open_calls import Ping, is_silent, pause
 from services.inference.router.fleet.workers import Worker
@@ -45,15 +46,11 @@ from services.inference.router.messages import (
     Placement,
     PlacePrefill,
     Prefilled,
-    QueuePlace,
     Report,
     TokensSampled,
 )
-from services.inference.router.metrics import MOVED_REQUESTS, QUEUED_REQUESTS, SAMPLED_TOKENS
+from services.inference.router.metrics import MOVED_REQUESTS, SAMPLED_TOKENS
 
-OVERCOMMIT = 1.25
-"""Requests admitted per decode slot, since some are in prefill or between workers."""
-MIN_ADMITTED = 16
 _RATE_WINDOW_S = 10
 
 
@@ -97,14 +94,14 @@ class RouterActor(Actor):
         workers after each change."""
         self._on_workers = on_workers
         self._discoveries = tuple(discoveries)
-        self._queue_limit = queue_limit
         self._ping = ping
         self._watches: set[asyncio.Task[None]] = set()
         """One of each worker that left discovery with requests."""
         self._clock = clock
         self._fleet = Fleet() if fleet is None else fleet
-        self._waiting: deque[QueuePlace] = deque()
-        self._admitted: set[QueuePlace] = set()
+        self._queue = AdmissionQueue(
+            limit=queue_limit, patience_s=self._fleet.patience_s, clock=clock
+        )
         self._throughput = _Throughput()
 
     async def started(self) -> None:
@@ -114,10 +111,7 @@ class RouterActor(Actor):
     async def stopped(self) -> None:
         """Fail the waiting admissions."""
         await cancel_and_wait(*self._watches)
-        # An error: a cancellation would look like the caller's own.
-        for admission in self._waiting:
-            if not admission.granted.done():
-                admission.granted.set_exception(Unavailable("the router stopped"))
+        self._queue.close()
 
     async def receive(self, message: Any) -> Any:  # noqa: C901
         """Handle one message; see the module for their order."""
@@ -126,7 +120,8 @@ class RouterActor(Actor):
                 # Now, not at the end of the queue.
                 with suppress(Unavailable):
                     self._fleet.check(needs, now_s=self._clock())
-                return self._admit(admission)
+                self._queue.join(admission)
+                return admission
             case PlacePrefill():
                 # Without a worker that decodes a prefill would only hold memory.
                 if not self._fleet.serves(now_s=self._clock()):
@@ -147,7 +142,7 @@ class RouterActor(Actor):
                 self._throughput.add(tokens, self._clock())
                 SAMPLED_TOKENS.inc(tokens)
             case Leave(admission=admission):
-                self._leave(admission)
+                self._queue.leave(admission)
             case FleetChanged():
                 self._refresh()
             case HoldChanged(newest=newest):
@@ -157,33 +152,6 @@ class RouterActor(Actor):
             case Report():
                 return self._report()
         return None
-
-    def _admit(self, admission: QueuePlace) -> QueuePlace:
-        # Callers that gave up have left the queue with Leave.
-        if len(self._waiting) >= self._queue_limit:
-            raise ResourceExhausted(
-                f"{len(self._waiting)} requests are waiting, the maximum", retry_after_s=1.0
-            )
-        self._waiting.append(admission)
-        self._grant()
-        return admission
-
-    def _leave(self, admission: QueuePlace) -> None:
-        if admission in self._admitted:
-            self._admitted.remove(admission)
-        elif admission in self._waiting:
-            self._waiting.remove(admission)
-        self._grant()
-
-    def _grant(self) -> None:
-        # MIN_ADMITTED even without a decode worker: these requests report it to their callers.
-        most = max(MIN_ADMITTED, round(self._fleet.capacity * OVERCOMMIT))
-        while self._waiting and len(self._admitted) < most:
-            admission = self._waiting.popleft()
-            if not admission.granted.done():
-                self._admitted.add(admission)
-                admission.granted.set_result(None)
-        QUEUED_REQUESTS.set(len(self._waiting))
 
     def _place_prefill(self, wanted: PlacePrefill) -> Placement:
         prompt, now_s = PromptChains(wanted.ids), self._clock()
@@ -284,7 +252,7 @@ class RouterActor(Actor):
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)
         self._on_workers(self._fleet.workers.values())
-        self._grant()
+        self._queue.resize(self._fleet.capacity)
 
     async def _watch(self, worker: Worker) -> None:
         """Ping a worker that left discovery while it has requests; without an answer end them."""
@@ -299,7 +267,7 @@ class RouterActor(Actor):
         workers = sorted(self._fleet.workers.values(), key=lambda worker: worker.samples)
         return pb.GetInferenceStatusResponse(
             weight_version=min((worker.version for worker in workers), default=0),
-            queued=len(self._waiting),
+            queued=len(self._queue),
             sampled_tokens=self._throughput.total,
             sampled_tokens_per_s=self._throughput.rate(self._clock()),
             workers=[_status(worker) for worker in workers],

@@ -18,12 +18,15 @@ class QueuePlace:
     granted: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    asked_s: float = 0.0
+    """Time at which it joined the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
     """Ask: queue the request. ResourceExhausted when too many wait, UnsupportedByEngines when no
-    engine in discovery can serve it. Leave must follow in any case."""
+    engine in discovery can serve it; `granted` is Unavailable when it has waited for
+    router.worker_wait_s while no worker samples. Leave must follow in any case."""
 
     admission: QueuePlace = field(default_factory=QueuePlace)
     needs: Needs = NO_NEEDS

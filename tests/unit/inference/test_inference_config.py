@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from forge.agents.config import RunnerConfig
+from forge.client.sessions.session import AgentSession
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.settings import load
+from services.gateway.config import GatewayConfig
 from services.inference.config import InferenceConfig, KvSettings
 
 
@@ -56,3 +61,18 @@ def test_gpu_of_an_engine_with_processes_of_its_own_is_not_chosen_by_an_index(en
     with pytest.raises(InvalidArgument, match=r"device = 'cuda:1' .* CUDA_VISIBLE_DEVICES"):
         InferenceConfig(engine=engine, device="cuda:1").validate()
     InferenceConfig(device="cuda:1").validate()
+
+
+def test_defaults_let_a_caller_get_the_error_of_what_it_calls() -> None:
+    """A call for a router, a request for a worker, a model call, an answer, a request: each may
+    take longer than the waits within it. A worker that was killed on a busy host serves again after
+    more than half a minute."""
+    agent, gateway, config = RunnerConfig(), GatewayConfig(), InferenceConfig()
+    calls = inspect.signature(AgentSession).parameters["timeout_s"].default
+    waits = [gateway.calls.retry_for_s, config.router.worker_wait_s]
+    assert 60 <= waits[0] < waits[1]
+    assert waits[1] + waits[0] < min(agent.call_timeout_s, calls)
+    assert max(agent.call_timeout_s, calls) <= gateway.calls.sample_timeout_s
+    assert gateway.calls.sample_timeout_s <= config.request_timeout_s
+    assert config.router.version_wait_s < config.router.worker_wait_s
+    assert agent.gateway_wait_s >= 60

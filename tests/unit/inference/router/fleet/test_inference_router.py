@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 from forge.core.errors import ResourceExhausted, Unavailable
 from forge.core.placement.chains import PromptChains
 from forge.runtime.coordination import Instance
-from services.inference.router.actor import MIN_ADMITTED
+from services.inference.router.admission_queue import MIN_ADMITTED
 from services.inference.router.fleet.fleet import SUSPECT_S, Fleet
 from services.inference.router.fleet.versions import TooOld
 from services.inference.router.messages import (
@@ -176,6 +176,24 @@ async def test_waiting_requests_fail_when_the_router_stops() -> None:
     await router.actor.stopped()
     with pytest.raises(Unavailable):
         await waiting.granted
+
+
+async def test_queued_request_fails_when_no_worker_samples() -> None:
+    """After the patience of the router, from its arrival or from the loss of the last worker on, as
+    an admitted one does. While one samples it waits."""
+    router = await harness(announced("d0", "decode", capacity="1"), patience_s=0.01)
+    for _ in range(MIN_ADMITTED):
+        await router.actor.receive(Admit())
+    first = await router.actor.receive(Admit())
+    router.clock.now_s += 100
+    await router.change()
+    second = await router.actor.receive(Admit())
+    router.clock.now_s += 0.01
+    for one in (first, second):
+        with pytest.raises(Unavailable, match="no decode instance"):
+            await one.granted
+    for one in (first, second):
+        await router.actor.receive(Leave(admission=one))
 
 
 async def test_joining_decode_worker_admits_waiting_requests() -> None:
