@@ -9,7 +9,7 @@ compares ids, not hashes: two prefixes never collide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,6 +48,7 @@ class Placed:
 
     start_token: int
     slot: int
+    _block: _Block
 
 
 class Listener(Protocol):
@@ -143,7 +144,8 @@ class PrefixCache:
                 block.chain = chain_hash(parent.chain, key)
             parent.children[key] = block
             path.append(block)
-            placed.append(Placed(start_token=index * self.block_tokens, slot=slot))
+            start = index * self.block_tokens
+            placed.append(Placed(start_token=start, slot=slot, _block=block))
             parent = block
         for block in path:
             block.pins -= 1
@@ -151,6 +153,12 @@ class PrefixCache:
         if self._listener is not None and placed:
             self._listener.stored([block.chain for block in path[-len(placed) :]])
         return placed
+
+    def withdraw(self, placed: Sequence[Placed]) -> None:
+        """Remove the blocks of the last `insert`: the caller could not fill them."""
+        for one in reversed(placed):
+            self._remove(one._block)
+            self._free.append(one.slot)
 
     def clear(self) -> None:
         """Remove every prefix; an unpin frees the slots of pinned ones."""
@@ -187,10 +195,13 @@ class PrefixCache:
         victim = next((block for block in self._oldest_first if block.pins == 0), None)
         if victim is None:
             return None
-        del self._oldest_first[victim]
-        assert victim.parent is not None and not victim.children
-        del victim.parent.children[victim.key]
-        victim.indexed = False
-        if self._listener is not None:
-            self._listener.removed(victim.chain)
+        self._remove(victim)
         return victim.slot
+
+    def _remove(self, leaf: _Block) -> None:
+        del self._oldest_first[leaf]
+        assert leaf.parent is not None and not leaf.children
+        del leaf.parent.children[leaf.key]
+        leaf.indexed = False
+        if self._listener is not None:
+            self._listener.removed(leaf.chain)

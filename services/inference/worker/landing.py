@@ -11,13 +11,16 @@ from collections import deque
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from forge.core.errors import ResourceExhausted
 from services.inference.engines.base import KvSpan, RefusedHandOff
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.worker.metrics import LANDING_BYTES
 
 _INLINE_BYTES = 1 << 18
 """Blocks up to this size are copied on the event loop."""
+_RETRY_AFTER_S = 0.5
 
 
 class LandingRoom:
@@ -77,7 +80,8 @@ class Landing:
 
     async def add(self, block: KvSpan) -> KvSpan | None:
         """Return all tokens after the last block, else None. Raises RefusedHandOff for a block that
-        does not continue the one before, or is of another shape or version."""
+        does not continue the one before, or is of another shape or version, ResourceExhausted
+        without memory for the prompt."""
         if self._first is None and block.tokens == self._end - self._start:
             return block
         self._check(block)
@@ -87,7 +91,7 @@ class Landing:
             needed_bytes = outer * inner * (self._end - self._start)
             await self._room.take(needed_bytes)
             self._taken_bytes = needed_bytes
-            self._joined = np.empty((outer, self._end - self._start, inner), dtype=np.uint8)
+            self._joined = self._allocated(outer, inner)
         if len(block.data) <= _INLINE_BYTES:
             self._copy(block)
         else:
@@ -109,6 +113,16 @@ class Landing:
         if self._taken_bytes:
             self._room.give(self._taken_bytes)
             self._taken_bytes = 0
+
+    def _allocated(self, outer: int, inner: int) -> NDArray[np.uint8]:
+        tokens = self._end - self._start
+        try:
+            return np.empty((outer, tokens, inner), dtype=np.uint8)
+        except MemoryError as error:
+            raise ResourceExhausted(
+                f"there is no memory for a hand-off of {tokens} tokens: {error}",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from error
 
     def _copy(self, block: KvSpan) -> None:
         outer, inner = _layout(block)

@@ -1,7 +1,11 @@
-"""Tensors of a hand-off, for the engine that decodes."""
+"""Tensors of a hand-off, for the engine that decodes.
+
+Shapes: T tokens of the span.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,20 +17,42 @@ from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.tensor_bytes import from_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivedTensors:
+    """What the engine has of a prompt behind its match in the cache."""
+
+    kv: torch.Tensor
+    """[layers, 2, heads, T, head_size]."""
+    recurrent: torch.Tensor | None
+    """Recurrent states, as `HeldPrompt.recurrent`."""
+    routes: torch.Tensor
+    """Experts, [T, route_bytes], on the host."""
+    state: torch.Tensor | None
+    """The hidden state behind the prompt; None without a fitting one, which only delays drafts by a
+    step."""
+
+
 class Arrivals:
     """The hand-offs to one model, checked by `KvShape.check`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
-    def keys_and_values(self, span: KvSpan, request_id: str) -> torch.Tensor:
-        """[layers, 2, heads, tokens, head_size], of the tokens of the span. Raises
-        ResourceExhausted without memory for them."""
-        tried = attempt(partial(self._on_device, span), self._policy.device)
+    def tensors(self, span: KvSpan, request_id: str) -> ArrivedTensors:
+        """Decode a span. Raises ResourceExhausted without memory for its tensors."""
+        tried = attempt(partial(self._tensors, span), self._policy.device)
         if tried.result is None:
             size = f"a hand-off of {span.tokens} tokens"
             raise refusal("decode", request_id, size=size, shortage=tried.shortage)
         return tried.result
+
+    def _tensors(self, span: KvSpan) -> ArrivedTensors:
+        return ArrivedTensors(
+            kv=self._on_device(span),
+            recurrent=self._recurrent(span),
+            routes=self._routes(span),
+            state=self._state(span),
+        )
 
     def _on_device(self, span: KvSpan) -> torch.Tensor:
         if isinstance(span.kept, HeldPrompt):
@@ -36,8 +62,7 @@ class Arrivals:
         fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
         return fetched.to(self._policy.device)
 
-    def recurrent(self, span: KvSpan) -> torch.Tensor | None:
-        """Recurrent states of the span, as `HeldPrompt.recurrent`."""
+    def _recurrent(self, span: KvSpan) -> torch.Tensor | None:
         if isinstance(span.kept, HeldPrompt):
             return span.kept.recurrent
         if not span.recurrent:
@@ -45,17 +70,14 @@ class Arrivals:
         shape = (1, len(span.recurrent))
         return from_bytes(span.recurrent, dtype="uint8", shape=shape).to(self._policy.device)
 
-    def routes(self, span: KvSpan) -> torch.Tensor:
-        """The experts of its tokens, a row each."""
+    def _routes(self, span: KvSpan) -> torch.Tensor:
         shape = self._policy.kv_shape
         if not span.routes:
             return shape.unknown_routes(span.tokens)
         rows = torch.frombuffer(bytearray(span.routes), dtype=torch.uint8)
         return rows.view(span.tokens, shape.route_bytes)
 
-    def state(self, span: KvSpan) -> torch.Tensor | None:
-        """The hidden state behind the prompt; None without a fitting one, which only delays drafts
-        by a step."""
+    def _state(self, span: KvSpan) -> torch.Tensor | None:
         policy = self._policy
         if isinstance(span.kept, HeldPrompt):
             return span.kept.state if policy.drafts is not None else None

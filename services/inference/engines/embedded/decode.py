@@ -14,6 +14,7 @@ import math
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from services.inference.engines.base import BrokenWeights, Piece, Prompt
 from services.inference.engines.embedded.arrivals import Arrivals
 from services.inference.engines.embedded.decode_step import DecodeStep, Outcome
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
-from services.inference.engines.embedded.memory_shortage import attempt
+from services.inference.engines.embedded.memory_shortage import attempt, keep_if_room
 from services.inference.engines.embedded.messages import Abort, Join, Reserve, Swap
 from services.inference.engines.embedded.model.probe import adopt
 from services.inference.engines.embedded.outbox import Outbox, sent_back
@@ -153,16 +154,16 @@ class DecodeActor(ThreadActor):
             self._unreserve(prompt.request_id)
             raise
         del self._reserved[prompt.request_id]
-        blocks = None
+        fetched, blocks = arrived.fetched, None
         # A prefix and its continuation by different weights belong to no version.
         of_one = not match.tokens or span.version == reserved.version
         is_whole = of_one and self._has_prefix(match.tokens, reserved.epoch)
         if is_whole and span.version == self._policy.version:
-            routes = self._arrivals.routes(span)
-            self._cache.store(prompt.ids, arrived.fetched, from_token=match.tokens, routes=routes)
-            blocks = self._cache.match(prompt.ids, pin=True)
-            # One pin for each request: blocks with two are shared, and get a shared prefix.
-            self._cache.unpin(match)
+            store = partial(self._cache.store, from_token=match.tokens, routes=fetched.routes)
+            if self._keep(partial(store, prompt.ids, fetched.kv)):
+                blocks = self._cache.match(prompt.ids, pin=True)
+                # One pin for each request: blocks with two are shared, and get a shared prefix.
+                self._cache.unpin(match)
         room = self._policy.limits.context_tokens - prompt.tokens
         self._waiting.append(
             DecodeSequence(
@@ -175,11 +176,11 @@ class DecodeActor(ThreadActor):
                 version=span.version if of_one else _MIXED,
                 arrived=replace(arrived, pinned=blocks is None),
                 matcher=join.matcher,
-                state=self._arrivals.state(span),
+                state=fetched.state,
                 prompt_blocks=blocks,
                 epoch=self._epoch if blocks is not None else reserved.epoch,
                 kv_shape=self._policy.kv_shape,
-                routes=bytearray(self._arrivals.routes(span).numpy().tobytes()),
+                routes=bytearray(fetched.routes.numpy().tobytes()),
                 routes_start=match.tokens,
                 routes_sent=prompt.tokens,
             )
@@ -201,9 +202,8 @@ class DecodeActor(ThreadActor):
         assert match.tokens + join.span.tokens == join.prompt.tokens
         arrived = Arrived(
             cached=match,
-            fetched=self._arrivals.keys_and_values(join.span, join.prompt.request_id),
+            fetched=self._arrivals.tensors(join.span, join.prompt.request_id),
             pinned=True,
-            recurrent=self._arrivals.recurrent(join.span),
         )
         self._require_room_to_wait(arrived.nbytes)
         return arrived
@@ -268,8 +268,10 @@ class DecodeActor(ThreadActor):
                 self._prefixes.leave(sequence)
             return False
         if self._states is not None:
-            assert sequence.arrived is not None and sequence.arrived.recurrent is not None
-            self._states.add(sequence, sequence.arrived.recurrent)
+            assert sequence.arrived is not None
+            states_1S = sequence.arrived.fetched.recurrent
+            assert states_1S is not None
+            self._states.add(sequence, states_1S)
         self._drop_arrived(sequence)
         sequence.began_s = sequence.sent_s = time.monotonic()
         return True
@@ -277,7 +279,7 @@ class DecodeActor(ThreadActor):
     def _fill(self, sequence: DecodeSequence) -> None:
         """Copy a prompt's keys and values to its row, without those in its shared prefix."""
         assert sequence.arrived is not None
-        cached, fetched = sequence.arrived.cached, sequence.arrived.fetched
+        cached, fetched = sequence.arrived.cached, sequence.arrived.fetched.kv
         kv = self._running.kv(sequence)
         self._cache.read(cached, kv, start=sequence.base)
         first = max(cached.tokens, sequence.base)
@@ -348,23 +350,30 @@ class DecodeActor(ThreadActor):
         """Free the row; cache its keys and values if the present weights computed them."""
         of_one = sequence.version == self._policy.version
         if of_one and self._has_prefix(sequence.base, sequence.epoch):
-            known = prefix(sequence.ids, sequence.base + sequence.tokens)
-            kv, routes = self._running.kv(sequence), sequence.all_routes()
-            self._cache.store(known, kv, from_token=sequence.base, routes=routes)
-            if self._stored is not None:
-                # Prefill has stored the whole blocks of the prompt.
-                whole = sequence.prompt.tokens
-                self._stored.write(
-                    known, kv, routes, after_token=whole, from_token=sequence.base, reused=True
-                )
-            if self._states is not None:
-                self._cache.store_states(known, self._states.kept(sequence))
+            self._keep(partial(self._cache_answer, sequence))
         if self._states is not None:
             self._states.remove(sequence)
         self._running.remove(sequence)
         if self._prefixes is not None:
             self._prefixes.leave(sequence)
         self._unpin(sequence)
+
+    def _cache_answer(self, sequence: DecodeSequence) -> None:
+        known = prefix(sequence.ids, sequence.base + sequence.tokens)
+        kv, routes = self._running.kv(sequence), sequence.all_routes()
+        self._cache.store(known, kv, from_token=sequence.base, routes=routes)
+        if self._states is not None:
+            self._cache.store_states(known, self._states.kept(sequence))
+        if self._stored is not None:
+            # Prefill has stored the whole blocks of the prompt.
+            whole = sequence.prompt.tokens
+            self._stored.write(
+                known, kv, routes, after_token=whole, from_token=sequence.base, reused=True
+            )
+
+    def _keep(self, work: Callable[[], None]) -> bool:
+        """Cache keys and values; False: there is no memory for it."""
+        return keep_if_room("decode", work, self._policy.device)
 
     def _has_prefix(self, tokens: int, epoch: int) -> bool:
         """Whether the cache still has the pinned prefix of so many tokens, found in this epoch."""

@@ -116,19 +116,25 @@ class DecodeStep:
             routes_NX = routes_NX.cpu()
         counts = _Acceptance()
         outcomes = []
+        states: list[torch.Tensor | None] = []
         row = 0
         for sequence, draft in zip(sequences, drafts, strict=True):
             outcome = _outcome(sequence, draft, drawn, row, counts)
             if routes_NX is not None:
                 outcome = replace(outcome, routes=routes_NX[row : row + len(outcome.tokens)])
-            # The failed row has computed its token, too.
-            sequence.tokens += len(outcome.tokens) + (outcome.failure is not None)
+            state = sequence.state
             if self._drafter.most and outcome.tokens:
                 # A copy: a view would keep the states of the whole step.
                 last_C = states_NC[row + len(outcome.tokens) - 1]
-                sequence.state = last_C.to(self.policy.dtype, copy=True)
+                state = last_C.to(self.policy.dtype, copy=True)
             row += sequence.step_tokens
+            states.append(state)
             outcomes.append((sequence, outcome))
+        # From here on nothing takes memory: a step that fails is repeated.
+        for (sequence, outcome), state in zip(outcomes, states, strict=True):
+            # The failed row has computed its token, too.
+            sequence.tokens += len(outcome.tokens) + (outcome.failure is not None)
+            sequence.state = state
         if self.states is not None:
             self.states.advance()
         self._observe(drafts, counts, depth=depth, seconds=time.perf_counter() - began_s)

@@ -43,8 +43,9 @@ from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefixe
 from services.inference.engines.embedded.kv.slabs import Slabs
 from services.inference.engines.embedded.kv.state_rows import StateRows
 from services.inference.engines.embedded.messages import HeldPrompt, Join, Read, Reserve
+from services.inference.engines.embedded.model.architecture import read_config
 from services.inference.engines.embedded.model.failures import reason_of
-from services.inference.engines.embedded.model.policy import Policy, read_config
+from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.engines.embedded.sequences import DecodeSequence
 from services.inference.engines.embedded.speculation.depth import DepthChooser

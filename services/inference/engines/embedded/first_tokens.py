@@ -13,7 +13,7 @@ import torch
 from forge.core.errors import ForgeError
 from services.inference.engines.base import BrokenWeights, Prefilled
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
-from services.inference.engines.embedded.memory_shortage import attempt, refusal
+from services.inference.engines.embedded.memory_shortage import attempt, keep_if_room, refusal
 from services.inference.engines.embedded.messages import HeldPrompt, Read
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.sampler import Drawn, DrawnToken, draw, tokens_of
@@ -45,30 +45,35 @@ class FirstTokens:
         if tried.result is not None:
             drawn = tried.result
             return [
-                (one.read, drawn.failed.get(row) or self._held(one, drawn.row(row)))
+                (one.read, drawn.failed.get(row) or self._answer(one, drawn.row(row)))
                 for row, one in enumerate(rows)
             ]
         if len(rows) == 1:
-            prompt = rows[0].read.prompt
-            size = f"a prompt of {prompt.tokens} tokens"
-            error = refusal("prefill", prompt.request_id, size=size, shortage=tried.shortage)
-            return [(rows[0].read, error)]
+            return [(rows[0].read, _refused(rows[0], tried.shortage))]
         half = len(rows) // 2
         return self.of(rows[:half]) + self.of(rows[half:])
 
-    def _held(self, one: Complete, drawn: DrawnToken) -> HeldPrompt | ForgeError:
-        reading, read = one.reading, one.read
-        version = self._policy.version
+    def _answer(self, one: Complete, drawn: DrawnToken) -> HeldPrompt | ForgeError:
         if not math.isfinite(drawn.logprob):
+            version = self._policy.version
             return BrokenWeights(f"weights {version} gave a log-prob that is not finite")
+        device = self._policy.device
         if one.computed:
-            self._cache.store(reading.prompt.ids, reading.kv, routes=reading.routes)
-            if reading.recurrent is not None:
-                self._cache.store_states(reading.prompt.ids, reading.recurrent.kept)
-            if self._stored is not None:
-                self._stored.write(
-                    reading.prompt.ids, reading.kv, reading.routes, after_token=reading.start
-                )
+            keep_if_room("prefill", partial(self._cache_prompt, one.reading), device)
+        tried = attempt(partial(self._held, one, drawn), device)
+        return tried.result or _refused(one, tried.shortage)
+
+    def _cache_prompt(self, reading: Reading) -> None:
+        self._cache.store(reading.prompt.ids, reading.kv, routes=reading.routes)
+        if reading.recurrent is not None:
+            self._cache.store_states(reading.prompt.ids, reading.recurrent.kept)
+        if self._stored is not None:
+            self._stored.write(
+                reading.prompt.ids, reading.kv, reading.routes, after_token=reading.start
+            )
+
+    def _held(self, one: Complete, drawn: DrawnToken) -> HeldPrompt:
+        reading, read, version = one.reading, one.read, self._policy.version
         prefill_s = reading.compute_s + reading.stored_s
         first = tokens_of([(drawn, version)], read.prompt.sampling)
         if (start := read.prompt.sampling.routes_from) is not None:
@@ -89,6 +94,12 @@ class FirstTokens:
             state=reading.state,
             recurrent=None if reading.recurrent is None else reading.recurrent.now,
         )
+
+
+def _refused(one: Complete, shortage: str) -> ForgeError:
+    prompt = one.read.prompt
+    size = f"a prompt of {prompt.tokens} tokens"
+    return refusal("prefill", prompt.request_id, size=size, shortage=shortage)
 
 
 def _drawn(rows: Sequence[Complete]) -> Drawn:

@@ -1,4 +1,4 @@
-"""Passes that run out of memory: their repetition in smaller parts.
+"""Work that runs out of memory: passes are repeated in smaller parts, caching is left out.
 
 Owns the size of passes after a shortage. The actors plan the parts, and undo what a failed pass has
 changed.
@@ -48,6 +48,16 @@ def attempt(work: Callable[[], Result], device: torch.device) -> Attempt[Result]
         gc.collect()
         torch.cuda.empty_cache()
     return Attempt(shortage=shortage)
+
+
+def keep_if_room(work: str, keep: Callable[[], None], device: torch.device) -> bool:
+    """Run `keep`, which only saves later work; False: it is left out for want of memory. `work`:
+    prefill or decode."""
+    shortage = attempt(keep, device).shortage
+    if shortage:
+        MEMORY_SHORTAGES.labels(work, "uncached").inc()
+        log.warning("cache_out_of_memory", work=work, reason=shortage)
+    return not shortage
 
 
 class PassLimit:

@@ -33,7 +33,8 @@ EVICTED_STATES = counter(
 )
 MEMORY_SHORTAGES = counter(
     "forge_inference_memory_shortages_total",
-    "Passes that ran out of memory, by work (prefill, decode) and outcome: split (repeated in "
-    "smaller parts), reread (all its requests are read again), refused (one request alone).",
+    "Work that ran out of memory: prefill or decode, by outcome: split (the pass is repeated in "
+    "smaller parts), reread (all its requests are read again), refused (one request alone), "
+    "uncached (keys and values were not kept for later requests).",
     ["work", "outcome"],
 )

@@ -56,6 +56,18 @@ class _Pending:
     requests: list[Read] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """Results of a pass."""
+
+    logits_RV: torch.Tensor
+    """Of the last token of each span."""
+    states: Sequence[torch.Tensor | None]
+    """The last hidden state of each span, as `Reading.state`."""
+    routes_NX: torch.Tensor | None
+    """Experts of all tokens, on the host; None if they are not recorded."""
+
+
 class PrefillActor(ThreadActor):
     """Owns the model and the prefix cache of a prefill instance."""
 
@@ -245,8 +257,8 @@ class PrefillActor(ThreadActor):
                 return
             self._retreat(spans, tried.shortage)
 
-    def _forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Run a forward pass; return the logits of the last token of each span."""
+    def _forward(self, spans: Sequence[Span]) -> _Computed:
+        """Run a forward pass."""
         device = self._policy.device
         sizes = [span.end - span.start for span in spans]
         storage = PrefillPass(spans, self._packed)
@@ -259,8 +271,19 @@ class PrefillActor(ThreadActor):
                 logits_at=torch.tensor(sizes, device=device).cumsum(0) - 1,
             )
         storage.finish()
+        states: Sequence[torch.Tensor | None] = [None] * len(spans)
+        if self._policy.drafts is not None:
+            # Copies: a view would keep the whole pass.
+            dtype, last = self._policy.dtype, self._policy.head.states
+            states = [state_C.to(dtype, copy=True) for state_C in last]
+        routes_NX = self._policy.routes_NX
+        computed = _Computed(
+            logits_RV=logits_RV,
+            states=states,
+            routes_NX=None if routes_NX is None else routes_NX.cpu(),
+        )
         self._policy.wait()
-        return logits_RV
+        return computed
 
     def _retreat(self, spans: Sequence[Span], shortage: str) -> None:
         """After a pass without memory: make the next one smaller, or refuse its only prompt. Keys
@@ -285,39 +308,23 @@ class PrefillActor(ThreadActor):
             ]
         )
 
-    def _advance(self, spans: Sequence[Span], logits_RV: torch.Tensor, *, took_s: float) -> None:
+    def _advance(self, spans: Sequence[Span], computed: _Computed, *, took_s: float) -> None:
         """Note the tokens of a pass; answer the prompts that are complete."""
-        self._keep_routes(spans)
+        if computed.routes_NX is not None:
+            _keep_routes(spans, computed.routes_NX)
         sizes = [span.end - span.start for span in spans]
         if self._stored is not None:
             self._stored.observe_compute(seconds=took_s, tokens=sum(sizes))
-        for span, size, logits_V in zip(spans, sizes, logits_RV, strict=True):
+        rows = zip(spans, sizes, computed.logits_RV, computed.states, strict=True)
+        for span, size, logits_V, state_C in rows:
             reading = span.reading
             reading.done = reading.filled = span.end
             reading.compute_s += took_s * size / sum(sizes)
-            reading.logits = logits_V
+            reading.logits, reading.state = logits_V, state_C
             if reading.recurrent is not None:
                 reading.recurrent.settle()
-        if self._policy.drafts is not None:
-            for span, state_C in zip(spans, self._policy.head.states, strict=True):
-                # A copy: a view would keep the whole pass.
-                span.reading.state = state_C.to(self._policy.dtype, copy=True)
         self._report([span.reading for span in spans if span.reading.left])
         self._answer([span.reading for span in spans if not span.reading.left])
-
-    def _keep_routes(self, spans: Sequence[Span]) -> None:
-        """Keep the experts of a pass with its readings, and those of prefixes that they copied."""
-        if self._policy.routes_NX is None:
-            return
-        rows_NX = self._policy.routes_NX.cpu()
-        row = 0
-        for span in spans:
-            reading, size = span.reading, span.end - span.start
-            if reading.source is not None and span.start == reading.shared:
-                copied = slice(reading.cached, reading.shared)
-                reading.routes[copied] = reading.source.routes[copied]
-            reading.routes[span.start : span.end] = rows_NX[row : row + size]
-            row += size
 
     def _report(self, readings: Iterable[Reading]) -> None:
         """Report how far prompts are."""
@@ -343,6 +350,18 @@ class PrefillActor(ThreadActor):
 
     def _deliver(self, answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:
         self.loop.call_soon_threadsafe(_deliver_all, answers)
+
+
+def _keep_routes(spans: Sequence[Span], routes_NX: torch.Tensor) -> None:
+    """Keep the experts of a pass with its readings, and those of prefixes that they copied."""
+    row = 0
+    for span in spans:
+        reading, size = span.reading, span.end - span.start
+        if reading.source is not None and span.start == reading.shared:
+            copied = slice(reading.cached, reading.shared)
+            reading.routes[copied] = reading.source.routes[copied]
+        reading.routes[span.start : span.end] = routes_NX[row : row + size]
+        row += size
 
 
 def _pieces(spans: Sequence[Span]) -> list[Piece]:

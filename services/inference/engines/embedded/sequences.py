@@ -11,6 +11,7 @@ import torch
 from forge.core.placement.prefix_cache import Match
 from forge.core.routes import RouteSpan
 from services.inference.engines.base import Finish, Prompt, Tokens
+from services.inference.engines.embedded.arrivals import ArrivedTensors
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.shared_prefixes import Branch
 from services.inference.engines.embedded.messages import Deliver
@@ -28,17 +29,16 @@ class Arrived:
     """A prompt's keys and values: the cached part and the fetched part."""
 
     cached: Match
-    fetched: torch.Tensor
+    fetched: ArrivedTensors
     pinned: bool
     """Whether `cached` has a pin of its own, beside those of the sequence's `prompt_blocks`."""
-    recurrent: torch.Tensor | None = None
-    """Recurrent states, as `HeldPrompt.recurrent`."""
 
     @property
     def nbytes(self) -> int:
         """Memory of the fetched part; a part of a held prompt keeps all of it."""
-        states = 0 if self.recurrent is None else self.recurrent.nbytes
-        return self.fetched.untyped_storage().nbytes() + states
+        recurrent = self.fetched.recurrent
+        states = 0 if recurrent is None else recurrent.nbytes
+        return self.fetched.kv.untyped_storage().nbytes() + states
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,19 @@ def test_only_new_blocks_are_placed() -> None:
     assert index.tokens == 16
 
 
+def test_blocks_that_could_not_be_filled_are_withdrawn() -> None:
+    """With their slots; the prefix before them stays, and no other block is lost."""
+    index = cache(4)
+    index.insert(ids(*range(4)))
+    placed = index.insert(ids(*range(12)))
+    index.withdraw(placed)
+    assert index.match(ids(*range(12))).tokens == 4
+    assert index.tokens == 4
+    again = index.insert(ids(*range(16)))
+    assert {one.slot for one in placed} < {one.slot for one in again}
+    assert index.match(ids(*range(16))).tokens == 16
+
+
 def test_least_recently_used_leaf_is_evicted_first() -> None:
     """A used prefix stays; an unused one is evicted from its end."""
     index = cache(4)

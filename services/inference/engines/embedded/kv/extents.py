@@ -15,6 +15,7 @@ from typing import Generic
 
 import torch
 
+from services.inference.engines.embedded.kv.moves import move_down
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Row
 
@@ -109,10 +110,8 @@ class Extents(Generic[Row]):
         end = SCRATCH_TOKENS
         for row in self._rows:
             if row.row > end:
-                old = slice(row.row, row.row + row.tokens)
                 for kv_2HTD in self.layers:
-                    # A copy between: old and new tokens may overlap.
-                    kv_2HTD[:, :, end : end + row.tokens] = kv_2HTD[:, :, old].clone()
+                    move_down(kv_2HTD, source=row.row, target=end, tokens=row.tokens)
                 row.row = end
             end += row.room
         return end

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from forge.core.placement.prefix_cache import Listener, Match, PrefixCache
+from forge.core.placement.prefix_cache import Listener, Match, Placed, PrefixCache
 from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.embedded.kv.cached_states import CachedStates
 from services.inference.engines.embedded.kv.shape import KvShape
@@ -94,30 +94,37 @@ class KvCache(PrefixCache):
 
     def store(self, ids: bytes, kv: Layers, *, from_token: int = 0, routes: torch.Tensor) -> None:
         """Cache the whole blocks of `ids`; their keys and values are at the front of `kv`, their
-        experts at the front of `routes`; None: not known.
+        experts at the front of `routes`.
 
-        Both may begin at `from_token` if all tokens before it are cached and pinned.
+        Both may begin at `from_token` if all tokens before it are cached and pinned. After an error
+        nothing more is cached than before.
         """
         placed = self.insert(ids)
         for block in placed:
             self._states.forget(block.slot)
-        if placed:
-            size = self.block_tokens
-            start = placed[0].start_token - from_token
-            end = placed[-1].start_token + size - from_token
-            assert start >= 0
-            slots = torch.tensor([block.slot for block in placed], device=self._blocks.device)
-            # New blocks are consecutive: they are the uncached part of the prefix.
-            for layer, blocks in zip(kv, self._blocks, strict=True):
-                new = layer[:, :, start:end].unflatten(2, (len(placed), size))
-                blocks.index_copy_(2, slots, new)
-            if self._routes.shape[2]:
-                shape = (len(placed), size, -1)
-                self._routes[slots.cpu()] = (
-                    routes[start:end].reshape(shape)
-                    if routes is not None
-                    else torch.tensor(255, dtype=torch.uint8)
-                )
+        if not placed:
+            return
+        try:
+            self._fill(placed, kv, routes, from_token=from_token)
+        except BaseException:
+            self.withdraw(placed)
+            raise
+
+    def _fill(
+        self, placed: Sequence[Placed], kv: Layers, routes: torch.Tensor, *, from_token: int
+    ) -> None:
+        """Copy new blocks, which are consecutive: the uncached part of a prefix."""
+        size = self.block_tokens
+        start = placed[0].start_token - from_token
+        end = placed[-1].start_token + size - from_token
+        assert start >= 0
+        slots = torch.tensor([block.slot for block in placed], device=self._blocks.device)
+        for layer, blocks in zip(kv, self._blocks, strict=True):
+            new = layer[:, :, start:end].unflatten(2, (len(placed), size))
+            blocks.index_copy_(2, slots, new)
+        if self._routes.shape[2]:
+            shape = (len(placed), size, -1)
+            self._routes[slots.cpu()] = routes[start:end].reshape(shape)
 
 
 def cache_sizes(

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from forge.core.placement.prefix_cache import Match
+from services.inference.engines.embedded.kv.moves import move_down
 from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.slabs import SlabRow, Slabs
+from services.inference.engines.embedded.memory_shortage import keep_if_room
 
 MIN_SHARED_TOKENS = 64
 """A shorter shared prefix costs more than it saves."""
@@ -53,6 +56,7 @@ class SharedPrefixes:
         running: Slabs[Any],
         least_tokens: int = MIN_SHARED_TOKENS,
     ) -> None:
+        self._shape = shape
         self._cache = cache
         self.slabs: Slabs[SharedPrefix] = Slabs(
             shape,
@@ -106,7 +110,10 @@ class SharedPrefixes:
         shared = SharedPrefix(key=blocks.slots[tokens // self._cache.block_tokens - 1])
         if not self.slabs.add(shared, tokens=tokens, expected_tokens=tokens):
             return None
-        self._cache.read(blocks, shared.slab.kv(shared), end=tokens)
+        read = partial(self._cache.read, blocks, shared.slab.kv(shared), end=tokens)
+        if not keep_if_room("decode", read, self._shape.device):
+            self.slabs.remove(shared)
+            return None
         self._by_key[shared.key] = shared
         return shared
 
@@ -126,5 +133,5 @@ def _shorten(branch: Branch, tokens: int) -> None:
     """Drop the first `tokens` of a sequence's own keys and values, which its shared prefix has."""
     kept = branch.tokens - tokens
     for kv in branch.slab.kv(branch):
-        kv[:, :, :kept] = kv[:, :, tokens : branch.tokens].clone()
+        move_down(kv, source=tokens, target=0, tokens=kept)
     branch.tokens = kept

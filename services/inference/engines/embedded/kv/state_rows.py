@@ -29,7 +29,7 @@ class StateRows:
         self._sequences: list[SlabRow] = []
         self._kept_tokens: list[int] = []
         """Tokens before the kept states; 0: none are kept."""
-        self._part: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._part: tuple[list[int], torch.Tensor] | None = None
         """Rows of the last batch, and their states, if it had not all sequences."""
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class StateRows:
             numbers = {id(one): row for row, one in enumerate(self._sequences)}
             rows = [numbers[id(one)] for one in sequences]
             rows_B = torch.tensor(rows, device=self._now_BS.device)
-            self._part = rows_B, self._now_BS[rows_B]
+            self._part = rows, self._now_BS[rows_B]
             return StateBatch(rows_BS=self._part[1])
         rows_BS = self._now_BS[: len(self._sequences)]
         places = {id(sequence): place for place, sequence in enumerate(sequences)}
@@ -80,10 +80,10 @@ class StateRows:
 
     def advance(self) -> None:
         """End a pass over the last batch. Keep the states of sequences whose last token ended a
-        block."""
+        block. Takes no memory: the pass cannot be repeated."""
         if self._part is not None:
-            rows_B, states_BS = self._part
-            self._now_BS[rows_B] = states_BS
+            for row, states_S in zip(*self._part, strict=True):
+                self._now_BS[row] = states_S
             self._part = None
         self._keep(range(len(self._sequences)))
 
@@ -97,16 +97,12 @@ class StateRows:
     def _keep(self, rows: Sequence[int]) -> None:
         if not self._block_tokens:
             return
-        ended = []
         for row in rows:
             sequence = self._sequences[row]
             tokens = sequence.base + sequence.tokens
             if tokens % self._block_tokens == 0 and tokens != self._kept_tokens[row]:
                 self._kept_tokens[row] = tokens
-                ended.append(row)
-        if ended:
-            rows_B = torch.tensor(ended, device=self._now_BS.device)
-            self._kept_BS[rows_B] = self._now_BS[rows_B]
+                self._kept_BS[row] = self._now_BS[row]
 
     def _row(self, sequence: SlabRow) -> int:
         return next(row for row, one in enumerate(self._sequences) if one is sequence)

@@ -125,11 +125,12 @@ class ServedDrafts:
 
     def swap(self, staged: DraftHeads | None) -> DraftHeads | None:
         """Serve `staged`; returns the heads served before, as they were staged."""
-        before, self._staged = self._staged, staged
+        before = self._staged
         if not self._overwrites or staged is None:
             self.heads = staged
         elif self.heads is not None and len(self.heads) == len(staged):
             overwrite(self.heads.tensors(), staged.tensors())
         else:
             self.heads = staged.on(self._device, self._dtype)
+        self._staged = staged
         return before

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.core.named_tensor import NamedTensor
 from forge.core.routes import RouteShape
 from forge.rl import numerics
-from forge.rl.model.precision import computes_bfloat16
 from forge.rl.mtp.heads import PREFIX
 from forge.rl.routing import RoutePass, find_routing, routed
 from forge.runtime.telemetry import log
@@ -29,6 +24,12 @@ from services.inference.engines.embedded.kv import attention
 from services.inference.engines.embedded.kv.attention import KvPass
 from services.inference.engines.embedded.kv.fitting import Fit, FittedPass, Recorder
 from services.inference.engines.embedded.kv.shape import KvShape
+from services.inference.engines.embedded.model.architecture import (
+    built,
+    fast_type,
+    matrix_type,
+    read_config,
+)
 from services.inference.engines.embedded.model.device_weights import host_copy, overwrite
 from services.inference.engines.embedded.model.failures import reason_of
 from services.inference.engines.embedded.model.head import DraftHeads, ModelHead, ServedDrafts
@@ -94,7 +95,7 @@ class Policy:
         self._recurrent = RecurrentLayers(model)
         self._fit: Fit | None = None
         """For attention layers that are not stored as they are."""
-        self.dtype = _matrix_type(model)
+        self.dtype = matrix_type(model)
         if numerics.is_narrow(self.dtype):
             numerics.patch(model)
             numerics.store_narrow(model, self.dtype)
@@ -142,8 +143,8 @@ class Policy:
         attention.register()
         config = read_config(model_path)
         try:
-            kind = DTYPES[dtype] if dtype != "auto" else _fast_type(config.dtype, device)
-            model = _built(config, kind)
+            kind = DTYPES[dtype] if dtype != "auto" else fast_type(config.dtype, device)
+            model = built(config, kind)
         except (ValueError, KeyError, OSError) as error:
             raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
         text = config.get_text_config(decoder=True)
@@ -309,18 +310,25 @@ class Policy:
     def swap(self, staged: StagedWeights) -> StagedWeights:
         """Serve `staged` from the next forward pass on. Returns the weights served before. On a
         CPU this changes pointers alone; a GPU has one copy of the weights, at addresses that stay:
-        they are overwritten."""
-        before = tuple(weight.served.data for weight in self._weights)
-        if self._on_host is not None:
-            before, self._on_host = self._on_host, staged.tensors
+        they are overwritten. After an error those before are served."""
+        before = self._on_host
+        if before is None:
+            before = tuple(weight.served.data for weight in self._weights)
+        drafts = self._served_drafts.swap(staged.drafts)
+        try:
+            self._serve(staged.tensors)
+        except BaseException:
+            # Some may be overwritten already.
+            self._serve(before)
+            self._served_drafts.swap(drafts)
+            raise
         replaced = StagedWeights(
             version=self.version,
             tensors=before,
             rounded=staged.rounded,
             packed=tuple(layer.packed for layer in self._packable),
-            drafts=self._served_drafts.swap(staged.drafts),
+            drafts=drafts,
         )
-        self._serve(staged.tensors)
         for layer, matrix in zip(self._packable, staged.packed, strict=True):
             layer.serve(matrix)
         self.version = staged.version
@@ -329,37 +337,10 @@ class Policy:
     def _serve(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if self._on_host is not None:
             overwrite([weight.served for weight in self._weights], tensors)
+            self._on_host = tensors
             return
         for weight, tensor in zip(self._weights, tensors, strict=True):
             weight.served.data = tensor
-
-
-def read_config(model_path: str) -> Any:
-    """Return the configuration of transformers in `model_path`/config.json. Raises
-    InvalidArgument."""
-    if not (Path(model_path) / "config.json").is_file():
-        raise InvalidArgument(f"model_path = {model_path!r}: there is no config.json in it")
-    try:
-        return AutoConfig.from_pretrained(model_path)
-    except (ValueError, KeyError, OSError) as error:
-        raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
-
-
-def _built(config: Any, kind: torch.dtype) -> Any:
-    """A model with undefined weights of this type. Its buffers are at least float32: a model built
-    in 16 bits has rounded them."""
-    narrow = numerics.is_narrow(kind)
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32 if narrow else kind,
-            attn_implementation=attention.IMPLEMENTATION,
-        )
-    model.tie_weights()
-    for one in model.parameters():
-        if narrow and one.is_floating_point():
-            one.data = torch.empty_like(one, dtype=kind)
-    return model
 
 
 def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
@@ -367,18 +348,6 @@ def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
     digest.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
     digest.update(flat.numpy().data)
-
-
-def _matrix_type(model: torch.nn.Module) -> torch.dtype:
-    """Type of the model's matrices."""
-    kinds = (one.dtype for one in model.parameters() if one.is_floating_point())
-    return next(kinds)
-
-
-def _fast_type(configured: torch.dtype | None, device: str) -> torch.dtype:
-    if configured == torch.bfloat16 and not computes_bfloat16(torch.device(device)):
-        return torch.float32
-    return configured or torch.float32
 
 
 def _find_routes(policy: Policy, model: torch.nn.Module) -> RouteShape | None:

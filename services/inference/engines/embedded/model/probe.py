@@ -34,17 +34,24 @@ def adopt(policy: Policy, staged: StagedWeights, probe: Probe | None) -> None:
     """Serve `staged`, if it computes what `probe` has. Raises UnfitWeights for other log-probs,
     BrokenWeights for NaN or infinity, ResourceExhausted without memory for the pass; the weights
     served before then stay."""
-    before = policy.swap(staged)
+    swapped = attempt(partial(policy.swap, staged), policy.device)
+    before = swapped.result
+    if before is None:
+        raise _no_memory(staged, "their swap", swapped.shortage)
     try:
         check = partial(_check, policy, probe, rounded=staged.rounded)
         if shortage := attempt(check, policy.device).shortage:
-            raise ResourceExhausted(
-                f"weights {staged.version}: no memory for the pass of their probe: {shortage}",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise _no_memory(staged, "the pass of their probe", shortage)
     except BaseException:
         policy.swap(before)
         raise
+
+
+def _no_memory(staged: StagedWeights, work: str, shortage: str) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"weights {staged.version}: no memory for {work}: {shortage}",
+        retry_after_s=_RETRY_AFTER_S,
+    )
 
 
 @torch.inference_mode()

@@ -16,12 +16,19 @@ from typing import ClassVar
 
 import torch
 
-from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument, NotFound
+from forge.core.errors import (
+    DeadlineExceeded,
+    ForgeError,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+)
 from forge.core.placement.chains import PromptChains
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
 from services.inference.engines import tensor_bytes
 from services.inference.engines.base import EngineStatus, KvSpan, Prefilled, Prompt
+from services.inference.engines.embedded.memory_shortage import attempt
 from services.inference.engines.embedded.messages import Abort, HeldPrompt, PartRead, Read
 from services.inference.engines.embedded.recurrent.read_states import MOST_STOPS
 from services.inference.engines.embedded.roles.early_reads import EarlyRead, EarlyReads
@@ -38,6 +45,7 @@ _BLOCK_BYTES = 1 << 24
 """Most keys and values of one block of an early hand-off."""
 _LEAST_BLOCK_TOKENS = 64
 """Fewer computed tokens wait for the next pass."""
+_RETRY_AFTER_S = 0.5
 
 
 class EmbeddedPrefill(RoleEngine):
@@ -252,9 +260,14 @@ def _stored_reads(parts: EngineParts) -> StoredReads | None:
 
 
 async def _copied(values: torch.Tensor | None) -> bytes:
-    """The bytes of a tensor; of none, none."""
+    """The bytes of a tensor; of none, none. Raises ResourceExhausted without memory for them."""
     if values is None:
         return b""
-    if values.nbytes <= _INLINE_BYTES:
-        return tensor_bytes.to_bytes(values)
-    return await asyncio.to_thread(tensor_bytes.to_bytes, values)
+    copy = partial(attempt, partial(tensor_bytes.to_bytes, values), values.device)
+    copied = copy() if values.nbytes <= _INLINE_BYTES else await asyncio.to_thread(copy)
+    if copied.result is None:
+        raise ResourceExhausted(
+            f"there is no memory to send {values.nbytes} bytes of a prompt: {copied.shortage}",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+    return copied.result

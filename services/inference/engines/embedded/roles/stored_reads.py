@@ -101,4 +101,8 @@ class StoredReads:
                 loop.call_soon_threadsafe(end)
 
         # Not of a pool: the interpreter would wait for a thread that hangs.
-        threading.Thread(target=read, name="kv-store-read", daemon=True).start()
+        try:
+            threading.Thread(target=read, name="kv-store-read", daemon=True).start()
+        except RuntimeError as error:  # the host has no more threads
+            log.warning("kv_store_not_read", error=str(error))
+            end()

@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
+from services.inference.engines.embedded.kv import moves
 from services.inference.engines.embedded.kv.extents import SCRATCH_TOKENS, Extents
 from services.inference.engines.embedded.kv.shape import KvShape
 from services.inference.engines.embedded.kv.slabs import SlabRow
+from services.inference.engines.embedded.memory_shortage import Attempt
 
 SHAPE = KvShape(
     layers=2, windowed=False, heads=2, head_size=4, dtype=torch.float32, device=torch.device("cpu")
@@ -22,9 +24,15 @@ def extents(capacity_tokens: int) -> Extents[SlabRow]:
     return Extents(SHAPE, context_tokens=CONTEXT, capacity_bytes=capacity_bytes)
 
 
+@pytest.mark.parametrize("has_memory", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_kv_extents_keep_every_sequence_intact(seed: int) -> None:
-    """Through 400 random joins, growths and leaves in nearly full memory, at the same addresses."""
+def test_kv_extents_keep_every_sequence_intact(
+    seed: int, has_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through 400 random joins, growths and leaves in nearly full memory, at the same addresses;
+    also without memory for a copy beside."""
+    if not has_memory:
+        monkeypatch.setattr(moves, "attempt", lambda *_: Attempt(shortage="out of memory"))
     rng = random.Random(seed)
     store = extents(4000)
     addresses = [kv.data_ptr() for kv in store.layers]

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from forge.rl import numerics
 from services.inference.engines.embedded.kv import attention
-from services.inference.engines.embedded.model.policy import Policy, _built
+from services.inference.engines.embedded.model.architecture import built
+from services.inference.engines.embedded.model.policy import Policy
 
 PAGE = Path(__file__).parents[6] / "docs/inference.md"
 NARROW = {"hidden_size": 64, "intermediate_size": 16, "vocab_size": 32}
@@ -59,7 +60,7 @@ def weight_bytes(config: PretrainedConfig) -> int:
     """Bytes of the served weights in bfloat16."""
     attention.register()
     with torch.device("meta"):
-        model = _built(config, torch.bfloat16)
+        model = built(config, torch.bfloat16)
         numerics.patch(model)
         numerics.store_narrow(model, torch.bfloat16)
     served = {id(one): one for one in model.state_dict(keep_vars=True).values()}
