@@ -65,6 +65,9 @@ class Sample:
     returns: bytes = b""
     """float32: return-to-go of the turn, for a critic; empty without one. With a critic,
     `advantages` are weights on the critic's estimates."""
+    shares: bytes = b""
+    """float32: factor pi_old / mu, at most 1, on advantages of tokens drawn from another
+    distribution mu than the policy's; `advantages` contain it. Empty: 1."""
     domain: str = ""
     engine: str = ""
     """Engine that sampled it, for statistics."""
@@ -109,10 +112,11 @@ class Sample:
                 raise InvalidArgument(
                     f"{name} has {len(getattr(self, name))} bytes; {expected} expected"
                 )
-        if len(self.returns) not in (0, expected):
-            raise InvalidArgument(
-                f"returns has {len(self.returns)} bytes; 0 or {expected} expected"
-            )
+        for name in ("returns", "shares"):
+            if len(getattr(self, name)) not in (0, expected):
+                raise InvalidArgument(
+                    f"{name} has {len(getattr(self, name))} bytes; 0 or {expected} expected"
+                )
         previous = 0
         for span in self.routes:
             if not previous <= span.start < span.end <= self.tokens:

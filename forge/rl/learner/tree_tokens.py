@@ -85,6 +85,7 @@ class TreeTokens:
             entropy=entropy_T,
             reference=fixed.reference,
             teacher=fixed.teacher,
+            shares=tree.shares_T,
             trajectories=tree.trajectories_S,
             trajectory_tokens=tree.trajectory_tokens_S,
             trajectory_gaps=None if gaps_J is None else gaps_J[tree.trajectories_S],

@@ -106,7 +106,8 @@ class Objective:
         if tokens.reference is not None:
             distance_T = kl_mean(tokens)
             if self.config.kl_coef and self.config.kl_estimator != "k1":
-                loss_T = loss_T + self.config.kl_coef * kl_loss(tokens, self.config.kl_estimator)
+                penalty_T = tokens.shared(kl_loss(tokens, self.config.kl_estimator))
+                loss_T = loss_T + self.config.kl_coef * penalty_T
         if self.config.entropy_coef:
             loss_T = loss_T - self.config.entropy_coef * tokens.entropy
         return PassLoss(
@@ -126,11 +127,12 @@ class Objective:
             earned_T = (
                 torch.zeros_like(tokens.advantages) if config.teacher_only else (tokens.advantages)
             )
-            taught_T = earned_T - config.teacher_coef * teacher_gaps(tokens)
+            taught_T = earned_T - config.teacher_coef * tokens.shared(teacher_gaps(tokens))
             tokens = replace(tokens, advantages=taught_T)
         if not config.kl_coef or config.kl_estimator != "k1":
             return tokens
-        return replace(tokens, advantages=tokens.advantages - config.kl_coef * kl_to_go(tokens))
+        penalty_T = config.kl_coef * tokens.shared(kl_to_go(tokens))
+        return replace(tokens, advantages=tokens.advantages - penalty_T)
 
     def normalized(self, loss_T: Tensor, tokens: TrainedTokens, size: BatchSize) -> Tensor:
         """A pass's part of the mean over the batch, by this objective's normalization."""

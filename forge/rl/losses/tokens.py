@@ -39,6 +39,9 @@ class TrainedTokens:
     """Log-probs under a frozen reference policy, if there is one."""
     teacher: Tensor | None = None
     """Log-probs under a frozen teacher, if there is one."""
+    shares: Tensor | None = None
+    """Factor on advantages of tokens drawn from another distribution than the policy's, which
+    `advantages` contain; None: 1."""
     trajectories: Tensor | None = None
     """[S] number of each sample's trajectory in the batch; None: each is its own trajectory."""
     trajectory_tokens: Tensor | None = None
@@ -56,6 +59,10 @@ class TrainedTokens:
     def ratio(self) -> Tensor:
         """pi(o_t) / pi_old(o_t), differentiable."""
         return (self.logprobs - self.old).exp()
+
+    def shared(self, values_T: Tensor) -> Tensor:
+        """[T] the values times `shares`: estimates of their mean under the policy."""
+        return values_T if self.shares is None else values_T * self.shares
 
     def sums(self, values_T: Tensor) -> Tensor:
         """[S] sums of the values over each sample, differentiable."""

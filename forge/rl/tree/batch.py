@@ -38,6 +38,8 @@ class TreeBatch:
     """Trained tokens of each sample; tokens of a sample are contiguous in the [T] columns."""
     returns_T: Tensor | None
     """Return-to-go of the token's turn; None without a critic."""
+    shares_T: Tensor | None
+    """`Sample.shares`; None: all are 1."""
     domains_S: tuple[str, ...]
     engines_S: tuple[str, ...]
     numbers_S: tuple[int, ...]
@@ -83,8 +85,12 @@ class TreeBatch:
             *("trajectories_S", "trajectory_tokens_S"),
         )
         moved = {name: getattr(self, name).to(device) for name in columns}
-        returns_T = None if self.returns_T is None else self.returns_T.to(device)
-        return replace(self, **moved, returns_T=returns_T)
+        optional = {
+            name: one.to(device)
+            for name in ("returns_T", "shares_T")
+            if (one := getattr(self, name)) is not None
+        }
+        return replace(self, **moved, **optional)
 
 
 def idle_tree(channels: int) -> TreeBatch:
@@ -108,6 +114,7 @@ def idle_tree(channels: int) -> TreeBatch:
         versions_T=none.int(),
         lengths_S=none,
         returns_T=None,
+        shares_T=None,
         domains_S=(),
         engines_S=(),
         numbers_S=(),
@@ -167,6 +174,7 @@ def build_tree_batch(
         versions_T=_column(chosen, "weight_versions", np.int32),
         lengths_S=torch.tensor([one.trained_tokens for one in chosen]),
         returns_T=_returns(chosen),
+        shares_T=_shares(chosen),
         domains_S=tuple(one.domain for one in chosen),
         engines_S=tuple(one.engine for one in chosen),
         numbers_S=tuple(one.number for one in chosen),
@@ -206,6 +214,18 @@ def _returns(samples: Sequence[Sample]) -> Tensor | None:
     if not all(one.returns for one in samples):
         return None
     return _column(samples, "returns", np.float32)
+
+
+def _shares(samples: Sequence[Sample]) -> Tensor | None:
+    if not any(one.shares for one in samples):
+        return None
+    parts = [
+        np.frombuffer(one.shares, np.float32)
+        if one.shares
+        else np.ones(one.trained_tokens, np.float32)
+        for one in samples
+    ]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _multiplicities(plan: TreePlan) -> np.ndarray:

@@ -9,6 +9,7 @@ of pi_old that it left. Derivation: docs/training.md, "Grammars, cuts and penalt
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from forge.core.errors import InvalidArgument
@@ -50,9 +51,18 @@ def logprobs_without_mask(sampled: SampledTokens) -> bytes:
     return float32_bytes(one + share for one, share in zip(masked, allowed, strict=True))
 
 
+def allowed_shares(sampled: SampledTokens) -> bytes:
+    """float32 pi_old / mu of every token, at most 1; empty if there is no mask."""
+    return float32_bytes(_shares(sampled))
+
+
 def weighted_advantages(sampled: SampledTokens, advantage: float) -> bytes:
-    """float32 advantage of every token: the turn's advantage times pi_old / mu, at most 1."""
+    """float32 advantage of every token: the turn's advantage times its share."""
     if not sampled.allowed_logprobs:
         return float32_bytes([advantage]) * (len(sampled.logprobs) // TOKEN_BYTES)
-    shares = float32_array(sampled.allowed_logprobs)
-    return float32_bytes(advantage * math.exp(min(0.0, share)) for share in shares)
+    return float32_bytes(advantage * share for share in _shares(sampled))
+
+
+def _shares(sampled: SampledTokens) -> Iterator[float]:
+    logs = float32_array(sampled.allowed_logprobs)
+    return (math.exp(min(0.0, log)) for log in logs)

@@ -19,7 +19,11 @@ from forge.v1 import common_pb2 as pb
 from services.trainer.samples.chosen_turns import TurnPlace
 from services.trainer.samples.credit_rules import CreditRules
 from services.trainer.samples.engines import engine_of, engine_of_all
-from services.trainer.samples.grammar_correction import Cut, weighted_advantages
+from services.trainer.samples.grammar_correction import (
+    Cut,
+    allowed_shares,
+    weighted_advantages,
+)
 from services.trainer.samples.reward_components import named_rewards
 from services.trainer.samples.rollouts import (
     ChosenTurn,
@@ -220,6 +224,7 @@ def _turn_samples(
                 advantages=weighted_advantages(record.sampled, advantages_T[index]),
                 temperature=record.temperature,
                 returns=returns,
+                shares=allowed_shares(record.sampled),
                 domain=rollout.trajectory.domain,
                 engine=engine_of(record),
                 trajectory=decided.first_trajectory + rollout.place,

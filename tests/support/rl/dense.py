@@ -47,6 +47,7 @@ class DenseToken:
     staleness: int
     reference: float
     teacher: float
+    share: float
     credited: float = 0.0
     """Advantage with the teacher's part."""
     penalized: float = 0.0
@@ -123,6 +124,7 @@ def frozen(model: Any, sample: Sample) -> Numbers:
 def _tokens(policies: Policies, sample: Sample, rules: Rules, version: int) -> list[DenseToken]:
     logprobs_T, entropies_T = columns(policies.model, sample)
     values, behavior = logprobs_T.tolist(), list(array("f", sample.behavior_logprobs))
+    shares = list(array("f", sample.shares)) or [1.0] * len(values)
     old = values if rules.objective.old_logprobs == "recomputed" else behavior
     tokens = [
         DenseToken(
@@ -136,6 +138,7 @@ def _tokens(policies: Policies, sample: Sample, rules: Rules, version: int) -> l
             staleness=version - sampled,
             reference=reference,
             teacher=teacher,
+            share=shares[place],
         )
         for place, (value, advantage, sampled, reference, teacher) in enumerate(
             zip(
@@ -155,11 +158,11 @@ def _tokens(policies: Policies, sample: Sample, rules: Rules, version: int) -> l
 def _credit(tokens: Sequence[DenseToken], config: ObjectiveConfig) -> None:
     for place, one in enumerate(tokens):
         earned = 0.0 if config.teacher_only else one.advantage
-        one.credited = earned + config.teacher_coef * (one.teacher - one.value)
+        one.credited = earned + config.teacher_coef * one.share * (one.teacher - one.value)
         one.penalized = one.credited
         if config.kl_estimator == "k1":
             to_go = sum(after.value - after.reference for after in tokens[place:])
-            one.penalized -= config.kl_coef * to_go
+            one.penalized -= config.kl_coef * one.share * to_go
 
 
 def _losses(
@@ -179,9 +182,9 @@ def _losses(
             loss = loss * min(math.exp(one.old - one.behavior), correction.weight_cap)
         gap = one.logprob - one.reference
         if config.kl_coef and config.kl_estimator == "k2":
-            loss = loss + config.kl_coef * gap**2 / 2
+            loss = loss + config.kl_coef * one.share * gap**2 / 2
         if config.kl_coef and config.kl_estimator == "k3":
-            loss = loss + config.kl_coef * (torch.exp(-gap) - 1 + gap)
+            loss = loss + config.kl_coef * one.share * (torch.exp(-gap) - 1 + gap)
         losses.append(loss - config.entropy_coef * one.entropy)
     return losses
 

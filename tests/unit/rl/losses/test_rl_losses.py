@@ -196,6 +196,30 @@ def test_k1_of_a_long_pass_keeps_its_digits() -> None:
     assert float(kl_to_go(narrow)[0]) == 500_000.0
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"teacher_coef": 1.0, "teacher_only": True}, -math.log(5)),
+        ({"kl_coef": 1.0, "kl_estimator": "k1"}, math.log(2)),
+        ({"kl_coef": 1.0, "kl_estimator": "k2"}, math.log(2)),
+        ({"kl_coef": 1.0, "kl_estimator": "k3"}, 0.5),
+    ],
+)
+def test_teacher_and_penalty_count_by_the_share_of_a_grammar(
+    settings: Any, expected: float
+) -> None:
+    """A token that a grammar all but forced has a large log-prob gradient: a share of 1/4 gives a
+    quarter of it, as for advantages."""
+    one = tokens(
+        [2.0, 2.0], [0.0, 0.0], 1, 1, reference=logs(0.1, 0.1), teacher=logs(1.0, 1.0),
+        shares=torch.tensor([1.0, 0.25]),
+    )  # fmt: skip
+    share = objective(algorithm="reinforce", **settings).evaluate(
+        one, BatchSize(tokens=1, samples=1)
+    )
+    assert gradient(share.loss, one) == pytest.approx([expected, expected / 4])
+
+
 def test_masked_tokens_have_no_gradient_and_stay_in_the_count() -> None:
     """Masked by ratio, by staleness, or both: the other tokens weigh as before."""
     one = tokens([1.0, 8.0, 0.1], [1.0] * 3, versions=torch.tensor([9, 9, 0]), weight_version=9)

@@ -1,8 +1,8 @@
 """Random settings on random batches: loss, gradient and statistics are those written out by token.
 
 Prompts are shared, answers are prefixes of each other or equal, tokens have several advantages,
-samples several temperatures, versions, spans, domains and trajectories; batches are in one tree, in
-several, relayed, and divided into mini-batches.
+samples several temperatures, shares, versions, spans, domains and trajectories; batches are in one
+tree, in several, relayed, and divided into mini-batches.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def answer(rng: Random, prompt: Sequence[int], base: Sequence[int]) -> Sample:
         weight_versions=int32_bytes([rng.randrange(VERSION) for _ in range(count)]),
         advantages=float32_bytes(advantages),
         temperature=rng.choice([1.0, 0.7]),
+        shares=rng.choice([b"", float32_bytes([rng.random() for _ in range(count)])]),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -57,6 +59,8 @@ def test_samples_with_grammars_are_corrected_by_the_masked_share() -> None:
     first, second = float32_array(masked.advantages)
     assert first == pytest.approx(second * torch.tensor(-0.25).exp().item())
     assert len(set(float32_array(free.advantages))) == 1
+    assert float32_array(masked.shares).tolist() == pytest.approx([math.exp(-0.25), 1.0])
+    assert free.shares == b""
 
 
 def test_corrected_gradient_is_that_of_the_masked_policy() -> None:
