@@ -101,10 +101,12 @@ def person() -> str:
 
 def of_run(path: Path) -> Connection:
     """Returns the connection to a running run. Raises `NotFound` for another directory, and
-    `FailedPrecondition` for a stopped run."""
+    `FailedPrecondition` for a run that is stopped or has not started etcd yet."""
     directory = RunDirectory(path.resolve())
     endpoints_file = directory.path / "etcd.endpoints"
     if not endpoints_file.exists():
+        if (directory.path / "lock").exists() and directory.in_use():
+            raise FailedPrecondition(f"{path} is being started: it has no etcd yet; try again soon")
         raise NotFound(f"{path} is not a run directory: {endpoints_file.name} is missing")
     if not directory.in_use():
         raise FailedPrecondition(

@@ -33,6 +33,8 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "user": ((str,), "a text"),
 }
 """Fields of a line, each with its JSON types and their name."""
+_RANGES = {"difficulty": "0 to 1", "group_size": "1 to 4294967295", "priority": "0 to 4294967295"}
+"""Values of the fields that are numbers."""
 SAMPLING_POLICIES = {
     "agent": common_pb2.SAMPLING_POLICY_AGENT,
     "bound": common_pb2.SAMPLING_POLICY_BOUND,
@@ -108,7 +110,7 @@ def _task(line: Any, defaults: common_pb2.Task) -> common_pb2.Task:
             _set(task, field, value)
     task.payload_json = json.dumps(line["payload"])
     if not task.domain:
-        raise InvalidArgument("has no `domain`, and no default domain is set")
+        raise InvalidArgument("has no `domain`: add it, or name one for all lines with --domain")
     check_task_fields(task)
     return task
 
@@ -135,4 +137,4 @@ def _set(task: common_pb2.Task, field: str, value: Any) -> None:
     try:
         setattr(task, field, value)
     except (ValueError, OverflowError):
-        raise InvalidArgument(f"{field} {value} is out of range") from None
+        raise InvalidArgument(f"{field} {value} must be from {_RANGES[field]}") from None

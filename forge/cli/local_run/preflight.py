@@ -61,7 +61,8 @@ def _require_directory(path: Path) -> None:
 def _require_model(model: str) -> None:
     """Raises `NotFound` for a path without a directory; a hub id is known to the hub alone."""
     if model not in PRESETS and model.startswith((".", "/", "~")) and not Path(model).is_dir():
-        raise NotFound(f"--model {model}: this directory does not exist; name another, or a hub id")
+        problem = "is not a directory" if Path(model).exists() else "this directory does not exist"
+        raise NotFound(f"--model {model}: {problem}; name another, or a hub id")
 
 
 def _require_own_ports(plan: StackPlan) -> None:

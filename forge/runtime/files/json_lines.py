@@ -1,10 +1,12 @@
-"""Files of JSON Lines: UTF-8, blank lines allowed, line numbers from 1."""
+"""Files of JSON Lines: UTF-8 with or without a byte order mark, blank lines allowed, line numbers
+from 1."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from forge.core.errors import InvalidArgument
 
@@ -14,7 +16,7 @@ def read_json_lines(file: Path) -> list[tuple[int, Any]]:
     InvalidArgument with file and line for text that is not UTF-8 or not JSON."""
     try:
         # `splitlines` splits at more characters than JSON Lines does.
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{file} is not UTF-8: {error}") from None
     return [
@@ -26,8 +28,32 @@ def read_json_lines(file: Path) -> list[tuple[int, Any]]:
 
 def _parsed(line: str, place: str) -> Any:
     try:
-        return json.loads(line)
+        value = _DECODER.decode(line)
+        if "\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise InvalidArgument(
+            f"{place} has {half.encode('unicode-escape').decode()}, half a surrogate pair: write "
+            "the character itself, or both halves"
+        ) from None
     except ValueError as error:
         raise InvalidArgument(f"{place} is not JSON: {error}") from None
     except RecursionError:
         raise InvalidArgument(f"{place} is nested too deeply") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    # Only Python reads it; an agent in another language could not read its task.
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is too large for a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)

@@ -173,8 +173,7 @@ def _print(**values: float) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.starting_weights.supervised",
-        description=(__doc__ or "").split("\n\n")[1],
+        prog="forge model warm-start", description=(__doc__ or "").split("\n\n")[1]
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="model directory to start from")
@@ -210,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         warm_start(options)
     except (ForgeError, OSError) as error:
-        print(f"supervised: {error}", file=sys.stderr)
+        print(f"forge model warm-start: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -73,7 +73,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def teach(
     policy: Qwen3ForCausalLM, schedule: Sequence[list[Lesson]], course: Course, progress: Progress
 ) -> None:
-    """Supervised steps over the schedule, with loss on the teacher's tokens alone."""
+    """Supervised steps over the schedule, with loss on the teacher's tokens alone. Without a
+    terminal it prints ten lines in place of the bar."""
+    lines_every = 0 if progress.console.is_terminal else max(1, len(schedule) // 10)
     bar = progress.add_task("warm start", total=len(schedule), loss=float("nan"))
     optimizer = torch.optim.AdamW(
         policy.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
@@ -91,6 +93,9 @@ def teach(
         optimizer.step()
         optimizer.zero_grad()
         progress.update(bar, advance=1, loss=loss.item())
+        if lines_every and (step + 1) % lines_every == 0:
+            line = f"warm start: step {step + 1} of {len(schedule)}, loss {loss.item():.3f}"
+            progress.console.print(line, highlight=False)
 
 
 def make_schedule(

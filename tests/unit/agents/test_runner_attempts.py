@@ -109,6 +109,7 @@ async def test_parallel_tools_count_once_for_a_reward_function(
         ({"scaffold": "telepathy"}, "unknown scaffold 'telepathy'"),
         ({"domain": "alchemy"}, "no domain 'alchemy'"),
         ({"payload": {}}, "payload lacks 'sum'"),
+        ({"payload": {"sum": "4"}}, "payload 'sum' must be a whole number, is '4'"),
         ({"payload": [4]}, "payload_json must be an object"),
         ({"payload": {"sum": 4, "max_tokens": 0}}, "'max_tokens'"),
     ],

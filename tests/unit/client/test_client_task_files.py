@@ -69,7 +69,11 @@ def test_lines_end_only_at_json_lines_breaks(tmp_path: Path) -> None:
         ('{"payload": {}, "domain": 3}', "domain must be a text, not 3"),
         ('{"payload": {}, "group_size": "4"}', 'group_size must be a whole number, not "4"'),
         ('{"payload": {}, "group_size": true}', "group_size must be a whole number, not true"),
-        ('{"payload": {}, "group_size": -1}', "group_size -1 is out of range"),
+        ('{"payload": {}, "group_size": -1}', "group_size -1 must be from 1 to 4294967295"),
+        ('{"payload": {}, "priority": 5000000000}', "priority 5000000000 must be from 0 to 4294"),
+        ('{"payload": {"q": NaN}}', "is not JSON: NaN is no number of JSON"),
+        ('{"payload": {"q": 1e999}}', "is not JSON: 1e999 is too large for a number"),
+        ('{"payload": {"q": "\\ud800"}}', "has \\ud800, half a surrogate pair: write the "),
         ('{"payload": {}, "group_size": 0}', "group_size 0 must be at least 1"),
         ('{"payload": {}, "difficulty": 2}', "difficulty 2.0 must be from 0 to 1"),
         (f'{{"payload": {{}}, "difficulty": {"9" * 400}}}', "difficulty 999"),
@@ -91,6 +95,22 @@ def test_wrong_task_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     file.write_text('{"payload": {}}\n' + line + "\n")
     with pytest.raises(InvalidArgument, match=f"tasks.jsonl, line 2:? {re.escape(said)}"):
         read_tasks(file, DEFAULTS)
+
+
+def test_line_without_a_domain_names_the_remedy(tmp_path: Path) -> None:
+    """A beginner forgets the option."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"payload": {}}\n')
+    with pytest.raises(InvalidArgument, match=r"line 1: has no `domain`: add it, or .* --domain"):
+        read_tasks(file, common_pb2.Task(scaffold="blackbox", group_size=1))
+
+
+def test_file_with_a_byte_order_mark_and_surrogate_pairs_is_read(tmp_path: Path) -> None:
+    """Editors on Windows write the mark; encoders of JSON write pairs."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"payload": {"q": "\\ud83d\\ude00"}}\r\n')
+    (task,) = read_tasks(file, DEFAULTS)
+    assert json.loads(task.payload_json) == {"q": "\U0001f600"}
 
 
 def test_file_without_a_task_is_named(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_all_problems_of_a_run_are_listed_at_once(tmp_path: Path, taken_port: in
         (("--etcd", NOTHING_ANSWERS), 1, "no etcd answers at 127.0.0.1:9: start one, or"),
         (("--etcd", "10.0.0.1:2379"), 2, "--etcd 10.0.0.1:2379: a run on one machine takes an"),
         (("--model", "./none"), 2, "--model ./none: this directory does not exist; name another"),
+        (("--model", "/dev/null"), 2, "--model /dev/null: is not a directory; name another, or a"),
         (("--model", "/none"), 2, "--model /none: this directory does not exist; name another"),
     ],
 )

@@ -27,7 +27,7 @@ from forge.cli.local_run.run_options import RunOptions
 from forge.cli.local_run.training_run import device_settings, open_run, run_settings, running
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
 from forge.client.operator import DomainResult, domain_results
-from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from forge.core.queue.admission import Mode
 from forge.runtime.settings import load
 from forge.v1 import common_pb2 as pb
@@ -46,6 +46,16 @@ def test_stopped_run_is_refused_with_the_command_to_start_it(tmp_path: Path) -> 
         of_run(directory.path)
     with directory.locked():
         assert of_run(directory.path).etcd == "127.0.0.1:1"
+
+
+def test_run_without_etcd_yet_is_being_started(tmp_path: Path) -> None:
+    """The first start makes weights for minutes; the directory is that of a run all the same."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    with directory.locked(), pytest.raises(FailedPrecondition, match="is being started"):
+        of_run(directory.path)
+    with pytest.raises(NotFound, match="is not a run directory"):
+        of_run(directory.path)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -134,7 +134,9 @@ def test_supervised_training_lowers_the_held_out_loss(
     assert load_model(out).config.vocab_size == 16
     assert PreTrainedTokenizerFast.from_pretrained(out).chat_template == TEMPLATE
     assert main(argv) == 2
-    assert capsys.readouterr().err == f"supervised: out = {str(out)!r} exists already\n"
+    assert capsys.readouterr().err == (
+        f"forge model warm-start: out = {str(out)!r} exists already\n"
+    )
 
 
 def test_no_prompt_is_both_taught_and_held_out(tokenizer: PreTrainedTokenizerFast) -> None:

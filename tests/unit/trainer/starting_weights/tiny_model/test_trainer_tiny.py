@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -79,10 +80,13 @@ def test_starting_weights_attend_to_earlier_occurrences(tokenizer: PreTrainedTok
 
 
 def test_same_seed_gives_the_same_complete_model(tmp_path: Path) -> None:
-    """The written model loads in transformers with tokenizer, template and end token."""
+    """The written model loads in transformers with tokenizer, template and end token. In a log its
+    steps are lines: a warm start takes a minute or more."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
-        warm_start(path, seed=3, course=SHORT, console=Console(quiet=True))
+        log = StringIO()
+        warm_start(path, seed=3, course=SHORT, console=Console(file=log))
+        assert "warm start: step 6 of 6, loss " in log.getvalue()
     first, second = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
