@@ -189,9 +189,10 @@ class Worker:
         name: str = "self",
         known_hold: bool = True,
         weights_dir: str = "",
+        engine: Engine | None = None,
     ) -> None:
         """`known_hold`: etcd has said that there is no hold."""
-        self.engine = Engine()
+        self.engine = engine or Engine()
         self.metadata: dict[str, str] = {}
         self.channels = Channels(SECURITY)
         self.coordinator = self

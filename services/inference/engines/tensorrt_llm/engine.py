@@ -21,6 +21,7 @@ from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from services.inference.engine_settings import TensorRtLlmSettings
+from services.inference.engines.arriving import Arriving
 from services.inference.engines.base import (
     EngineStatus,
     FetchKv,
@@ -154,6 +155,13 @@ class TensorRtLlm:
     ) -> None:
         """See `Engine`."""
         await self._llm.update(tensors, version=version, probe=probe)
+        self._cache.clear()
+
+    async def load_arriving(
+        self, arriving: Arriving, *, version: int, probe: Probe | None = None
+    ) -> None:
+        """See `ArrivingEngine`."""
+        await self._llm.update_arriving(arriving, version=version, probe=probe)
         self._cache.clear()
 
     def status(self) -> EngineStatus:

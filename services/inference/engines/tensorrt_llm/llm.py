@@ -17,15 +17,19 @@ from forge.core.errors import ForgeError, Unavailable, UnsupportedByEngines
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
 from services.inference.engine_settings import TensorRtLlmSettings
+from services.inference.engines.arriving import Arriving
 from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.tensorrt_llm.gate import Gate
 from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.metrics import RESTARTS
 from services.inference.engines.tensorrt_llm.requests import NO_END
+from services.inference.engines.tensorrt_llm.weights import buckets
+from services.inference.engines.tensorrt_llm.weights.arriving_weights import taken
 from services.inference.engines.tensorrt_llm.weights.checkpoint import Checkpoint, Fitting
 from services.inference.engines.tensorrt_llm.weights.probe import check_probe
 from services.inference.engines.tensorrt_llm.weights.weight_update import (
+    Loadable,
     Ranks,
     WeightUpdate,
     staged_update,
@@ -118,6 +122,8 @@ class Llm:
         self._ranks = Ranks(lambda: self.engine, timeout_s=settings.update_timeout_s)
         self._snapshot: Fitting | None = None
         """The last whole version, to start again with."""
+        self._load_s = 0.0
+        """Time that the ranks took to load the last version; 0 before the first."""
         self._failures = 0
         self._proof: asyncio.Task[None] | None = None
 
@@ -206,20 +212,45 @@ class Llm:
         Raises `UnfitWeights` and `BrokenWeights`; `Unavailable` if the engine has started again.
         """
         weights = await asyncio.to_thread(self._checkpoint.fit, tensors, version=version)
+        await self._update(weights, version, probe)
+
+    async def update_arriving(
+        self, arriving: Arriving, *, version: int, probe: Probe | None
+    ) -> None:
+        """Serve weights that are still fetched: buckets reach the ranks while the last tensors
+        arrive. All or nothing as `update`; a fetch that fails before the load changes nothing."""
+        forms = arriving.forms
+        if self._checkpoint.fit_forms(forms, version=version) is None:
+            await self.update(await arriving.whole(), version=version, probe=probe)
+            return
+        async with taken(
+            arriving,
+            forms,
+            self._checkpoint,
+            version=version,
+            load_s=self._load_s,
+            least_bytes=self._settings.update_bucket_mib * buckets.MIB,
+        ) as weights:
+            arriving.keep()
+            await self._update(weights, version, probe)
+
+    async def _update(self, weights: Loadable, version: int, probe: Probe | None) -> None:
         async with staged_update(weights, self._ranks, self._settings) as update:
             # Before any rank changes: a directory that a rank does not see costs no restart.
             await update.check()
             async with self.gate.closed():
                 await self._be_alone()
                 await self._apply(update, weights, version, probe)
-                self._snapshot = weights
+                self._snapshot = weights.fitting()
 
     async def _apply(
-        self, update: WeightUpdate, weights: Fitting, version: int, probe: Probe | None
+        self, update: WeightUpdate, weights: Loadable, version: int, probe: Probe | None
     ) -> None:
         before = self.version
         try:
+            began_s = time.monotonic()
             await update.apply(drain=self._drain())
+            self._load_s = time.monotonic() - began_s
             # Requests of before find no version until the weights are proven.
             self.version = version
             rounded = weights.rounded or self._rounds

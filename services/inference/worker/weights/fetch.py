@@ -9,7 +9,7 @@ segments, each is fetched from its rank, in the manifest's order. Not here: whic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
@@ -21,6 +21,7 @@ from forge.runtime.telemetry import log
 from forge.runtime.weights import (
     HeldWeights,
     TensorDeltas,
+    TensorEntry,
     WeightAnnouncement,
     WeightManifest,
     WeightProbe,
@@ -73,6 +74,8 @@ class WeightFetch:
         """`memory` or `directory` if a file had the version."""
         self.wire_bytes = 0
         """Data that was sent for the complete version."""
+        self.kept = False
+        """Whether it ends also if it is overtaken: the engine loads the first tensors."""
         self._asked = ""
         """Address of the newest call."""
         self._sources = sources
@@ -92,6 +95,21 @@ class WeightFetch:
     def received_bytes(self) -> int:
         """Data received so far."""
         return self._assembly.received_bytes if self._assembly is not None else 0
+
+    @property
+    def entries(self) -> Sequence[TensorEntry]:
+        """All tensors, in the order of their arrival; empty before the manifest, and without
+        one."""
+        return self._manifest.tensors if self._manifest is not None else ()
+
+    @property
+    def assembled(self) -> bool:
+        """Whether data may arrive."""
+        return self._assembly is not None
+
+    def arrived(self, name: str) -> NamedTensor | None:
+        """Return a tensor that is complete and verified."""
+        return self._assembly.tensors.get(name) if self._assembly is not None else None
 
     async def run(self) -> HeldWeights:
         """Return the complete version. Raises `Unavailable` with sources and reasons when all have
@@ -115,7 +133,8 @@ class WeightFetch:
                 if isinstance(error, DataLoss) and self._manifest is None:
                     # The source of the wrong bytes is unknown: do not mix sources.
                     self._assembly, self._unmixed = None, True
-                if self.received_bytes <= before_bytes and self._is_overtaken():
+                overtaken = self._is_overtaken() and not self.kept
+                if self.received_bytes <= before_bytes and overtaken:
                     break
             else:
                 self.source = address
@@ -153,7 +172,7 @@ class WeightFetch:
             self._manifest = await asyncio.to_thread(announced.open, self._encoded)
             self.probe = self._manifest.probe
         if self._assembly is None or self._unmixed:
-            entries = self._manifest.tensors if self._manifest is not None else ()
+            entries = self.entries
             names = [one.name for one in entries] or list(announced.tensor_names or ())
             total_bytes = sum(one.size_bytes for one in entries) or announced.total_bytes
             self._assembly = WeightAssembly(

@@ -41,6 +41,7 @@ from services.inference.worker.metrics import (
     REFUSED_VERSIONS,
     WEIGHT_VERSION,
 )
+from services.inference.worker.weights.arrival import Arrival
 from services.inference.worker.weights.fetch import WeightFetch
 from services.inference.worker.weights.local_weights import LocalWeights
 from services.inference.worker.weights.relay import WeightRelay
@@ -195,16 +196,22 @@ class WeightFollower:
             await self._context.announce()
 
     async def _obtain(self, announced: WeightAnnouncement) -> None:
-        began_s = time.monotonic()
+        began_s = fetched_s = time.monotonic()
+
+        def note(_: object) -> None:
+            nonlocal fetched_s
+            fetched_s = time.monotonic()
+
         with self.relay.fetch(announced.weight_version):
             fetch = self._fetch_of(announced)
-            held = await self._fetched(fetch)
-            fetched_s = time.monotonic()
-            await self._engine.load(
-                {tensor.name: tensor for tensor in held.tensors},
-                version=announced.weight_version,
-                probe=_probe_of(fetch.probe, self._context.config.probe_error),
-            )
+            fetch.kept = False
+            run = asyncio.create_task(self._fetched(fetch))
+            run.add_done_callback(note)
+            try:
+                await self._load(fetch, run)
+                held = await run
+            finally:
+                await cancel_and_wait(run)
             self.weights = {announced.weight_version: held}
         self._fetch, self._interrupted = None, False
         WEIGHT_VERSION.set(announced.weight_version)
@@ -224,6 +231,19 @@ class WeightFollower:
         self._context.set_ready()
         await self._context.announce()
         self._appearance.end()
+
+    async def _load(self, fetch: WeightFetch, run: asyncio.Task[HeldWeights]) -> None:
+        """Have the engine serve the version that `run` fetches; during the fetch if it can."""
+        version, most_error = fetch.announced.weight_version, self._context.config.probe_error
+        load_arriving = getattr(self._engine, "load_arriving", None)
+        arriving = await Arrival.begun(fetch, run, self.relay) if load_arriving else None
+        if load_arriving is not None and arriving is not None:
+            probe = _probe_of(fetch.probe, most_error)
+            await load_arriving(arriving, version=version, probe=probe)
+            return
+        tensors = {tensor.name: tensor for tensor in (await run).tensors}
+        probe = _probe_of(fetch.probe, most_error)
+        await self._engine.load(tensors, version=version, probe=probe)
 
     def _fetch_of(self, announced: WeightAnnouncement) -> WeightFetch:
         """Return the fetch of this announcement, with the data of earlier attempts, or a new
@@ -266,6 +286,8 @@ class WeightFollower:
         publications would never end.
         """
         wanted, version = self._wanted, fetch.announced.weight_version
+        if fetch.kept:
+            return False
         if self._holds:
             return wanted is not None and wanted.weight_version != version
         newer = wanted is not None and wanted.weight_version > version

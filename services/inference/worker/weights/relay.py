@@ -53,6 +53,10 @@ class WeightRelay:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def changed(self) -> None:
+        """Wait for data, or for the end of the relay."""
+        await self._changed.wait()
+
     async def manifest(self, version: int) -> bytes:
         """Return the manifest of a version that is fetched here. Raises `NotFound`."""
         await self._begun(version)

@@ -110,9 +110,9 @@ def opened(directory: str, *, bucket_bytes: int, needed_bytes: int) -> Iterator[
         buckets.close()
 
 
-def needed_bytes(tensors: Iterable[NamedTensor], *, bucket_bytes: int) -> int:
+def needed_bytes(tensor_bytes: Iterable[int], *, bucket_bytes: int) -> int:
     """Return the room that the buckets of an update take at most."""
-    sizes = [_size(tensor) + _ALIGNMENT for tensor in tensors]
+    sizes = [size + _ALIGNMENT for size in tensor_bytes]
     largest = max([*sizes, bucket_bytes])
     return min(sum(sizes), AT_ONCE * largest)
 

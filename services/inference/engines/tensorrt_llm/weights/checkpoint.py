@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.named_tensor import SAFETENSORS_DTYPES, NamedTensor
+from services.inference.engines.arriving import Form
 from services.inference.engines.base import BrokenWeights, UnfitWeights
 
 if TYPE_CHECKING:
@@ -66,13 +67,25 @@ class Fitting:
     @property
     def rounded(self) -> bool:
         """Whether a tensor was published in 16 bits."""
-        return any(one.dtype in _ROUNDED for one in self.tensors.values())
+        return is_rounded(one.dtype for one in self.tensors.values())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [memoryview(one.data).nbytes for one in self.tensors.values()]
 
     def loaded(self) -> Iterator[NamedTensor]:
         """Yield the tensors as the checkpoint has them. Experts are copied, one layer at a time."""
         if self.names is None:
             return iter(self.tensors.values())
         return self.names.converted(self.tensors)
+
+    def fitting(self) -> Fitting:
+        """Return itself."""
+        return self
+
+    def give_up(self) -> None:
+        """All tensors are here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +103,7 @@ class Checkpoint:
     @property
     def rounded(self) -> bool:
         """Whether the library computes with tensors in 16 bits or fewer."""
-        return bool(self.quantization) or any(one in _ROUNDED for one in self.types.values())
+        return bool(self.quantization) or is_rounded(self.types.values())
 
     def fit(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Fitting:
         """Return a version without draft heads that the library does not have, and the way from the
@@ -108,9 +121,25 @@ class Checkpoint:
             del found[name]
         fitting = self._fitting(found, version=version)
         for tensor in fitting.tensors.values():
-            if tensor.dtype in _FLOATS and not _is_finite(tensor):
-                raise BrokenWeights(f"weights {version}: {tensor.name} has NaN or infinity")
+            _check_finite(tensor, version=version)
         return fitting
+
+    def fit_forms(self, forms: Mapping[str, Form], *, version: int) -> list[str] | None:
+        """Return the names to load of a version whose data is on its way, in their order. None if
+        the names alone do not tell: `fit` then needs the data.
+
+        Raises `UnfitWeights` for other names, types or shapes.
+        """
+        if self.quantization or not forms.keys() <= self.shapes.keys():
+            return None
+        self._check({name: (one.dtype, one.shape) for name, one in forms.items()}, version)
+        return list(forms)
+
+    def check(self, tensor: NamedTensor, *, version: int) -> None:
+        """Check the data of a tensor that `fit_forms` has named; call it on a thread. Raises
+        `UnfitWeights`, `BrokenWeights`."""
+        _check_size(tensor, version=version)
+        _check_finite(tensor, version=version)
 
     def _fitting(self, found: Mapping[str, NamedTensor], *, version: int) -> Fitting:
         names = None
@@ -255,6 +284,16 @@ def _check_size(tensor: NamedTensor, *, version: int) -> None:
             f"weights {version}: {tensor.name} has {memoryview(tensor.data).nbytes} bytes, "
             f"{tensor.dtype} of shape {list(tensor.shape)} has {size}"
         )
+
+
+def is_rounded(types: Iterable[str]) -> bool:
+    """Whether a tensor has 16 bits."""
+    return any(one in _ROUNDED for one in types)
+
+
+def _check_finite(tensor: NamedTensor, *, version: int) -> None:
+    if tensor.dtype in _FLOATS and not _is_finite(tensor):
+        raise BrokenWeights(f"weights {version}: {tensor.name} has NaN or infinity")
 
 
 def _is_finite(tensor: NamedTensor) -> bool:

@@ -6,12 +6,13 @@ Owns the order of calls, not the files (`buckets`) nor what a rank does (`worker
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from forge.core.errors import ForgeError, Unavailable
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.telemetry import log
 from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.tensorrt_llm.weights import buckets
@@ -23,13 +24,43 @@ _ABORT_S = 30.0
 """Longest wait for ranks to leave the control action of a failed update."""
 
 
+class Loadable(Protocol):
+    """A version that fits the checkpoint."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each tensor."""
+
+    @property
+    def rounded(self) -> bool:
+        """Whether a tensor was published in 16 bits."""
+
+    def loaded(self) -> Iterator[NamedTensor]:
+        """Yield the tensors as the checkpoint has them; may wait for each, so use it on a
+        thread."""
+
+    def fitting(self) -> Fitting:
+        """Return the version to load again, once it is loaded."""
+
+    def give_up(self) -> None:
+        """Nothing waits for the tensors any more."""
+
+
 class WeightUpdate:
     """One version on its way to the ranks. The first bucket is there from the beginning."""
 
     def __init__(
-        self, folder: Buckets, first: Bucket, following: Iterator[Bucket], ranks: Ranks
+        self,
+        folder: Buckets,
+        first: Bucket,
+        following: Iterator[Bucket],
+        ranks: Ranks,
+        *,
+        give_up: Callable[[], None],
     ) -> None:
-        """`following`: writes the buckets after `first` to `folder`."""
+        """`following`: writes the buckets after `first` to `folder`; `give_up` ends its wait for
+        tensors."""
+        self._give_up = give_up
         self._folder = folder
         self._first = first
         self._following = following
@@ -62,6 +93,9 @@ class WeightUpdate:
             writing = asyncio.create_task(asyncio.to_thread(next, self._following, None))
             try:
                 yield current
+            except BaseException:
+                self._give_up()
+                raise
             finally:
                 # Also for a caller that leaves: the thread cannot be stopped.
                 await asyncio.wait({writing})
@@ -106,7 +140,7 @@ class Ranks:
 
 @asynccontextmanager
 async def staged_update(
-    weights: Fitting, ranks: Ranks, settings: TensorRtLlmSettings
+    weights: Loadable, ranks: Ranks, settings: TensorRtLlmSettings
 ) -> AsyncIterator[WeightUpdate]:
     """Write the first bucket of an update; remove all files at the end. Raises
     `ResourceExhausted`."""
@@ -114,12 +148,12 @@ async def staged_update(
     opening = buckets.opened(
         settings.update_dir,
         bucket_bytes=size,
-        needed_bytes=buckets.needed_bytes(weights.tensors.values(), bucket_bytes=size),
+        needed_bytes=buckets.needed_bytes(weights.sizes, bucket_bytes=size),
     )
     folder = await run_to_end(opening.__enter__)
     try:
         written = folder.write(weights.loaded())
         first = await run_to_end(partial(next, written))
-        yield WeightUpdate(folder, first, written, ranks)
+        yield WeightUpdate(folder, first, written, ranks, give_up=weights.give_up)
     finally:
         await run_to_end(partial(opening.__exit__, None, None, None))

@@ -1,0 +1,49 @@
+"""A version of the weights during its fetch: an optional part of the contract of engines.
+
+An engine with `load_arriving` may load the first tensors while the last ones are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from forge.core.named_tensor import NamedTensor
+from services.inference.engines.base import Engine, Probe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A tensor before its data."""
+
+    dtype: str
+    """As torch names it, without `torch.`."""
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+class Arriving(Protocol):
+    """The tensors of one version, each verified."""
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """All tensors by name, in the order of their arrival."""
+
+    def tensors(self) -> AsyncGenerator[NamedTensor]:
+        """Yield each tensor once it is complete. Raises the error of a fetch that fails."""
+
+    async def whole(self) -> Mapping[str, NamedTensor]:
+        """Wait for all tensors. Raises the error of a fetch that fails."""
+
+    def keep(self) -> None:
+        """Finish the fetch also if newer weights are announced."""
+
+
+class ArrivingEngine(Engine, Protocol):
+    """An engine that loads weights during their fetch."""
+
+    async def load_arriving(
+        self, arriving: Arriving, *, version: int, probe: Probe | None = None
+    ) -> None:
+        """As `load`: all or nothing, also if the fetch fails in the middle."""
