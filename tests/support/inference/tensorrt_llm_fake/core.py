@@ -63,6 +63,7 @@ class Core:
         )
         self.reuses = kv.enable_block_reuse
         self.requests: list[Request] = []
+        self._outputs: list[tuple[GenerationResult, CompletionOutput | Exception]] = []
         self.steps = 0
         self.control_actions = 0
         self.condition = threading.Condition()
@@ -133,6 +134,7 @@ class Core:
         for request in self.requests:
             self._feed(request, RuntimeError("the executor is shut down"))
         self.requests.clear()
+        self._deliver()
 
     def _receive(self, request: Request, hand_off: DisaggregatedParams) -> None:
         uid = hand_off.disagg_request_id or 0
@@ -171,6 +173,7 @@ class Core:
                 if done:
                     with self.condition:
                         self.requests.remove(request)
+                self._deliver()
 
     def _advance(self, request: Request) -> bool:
         """Take one step of one request; whether it has ended."""
@@ -243,4 +246,10 @@ class Core:
 
     def _feed(self, request: Request, output: CompletionOutput | Exception) -> None:
         if request.result is not None:
-            request.result.feed(output)
+            self._outputs.append((request.result, output))
+
+    def _deliver(self) -> None:
+        """Send the outputs: the caller of a request that has ended finds it gone."""
+        for result, output in self._outputs:
+            result.feed(output)
+        self._outputs.clear()
