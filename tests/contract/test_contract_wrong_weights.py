@@ -122,14 +122,14 @@ async def test_nan_at_run_time_fails_only_its_requests(pair: Pair) -> None:
     ids = prompt_ids(20)
     expected = await pair.sample(ids)
     policy: Any = pair.decode._policy  # type: ignore[attr-defined]
-    kept = [weight.served.data.clone() for weight in policy._weights]
+    kept = [weight.tensor.data.clone() for weight in policy._weights]
 
     async def break_decode(answer: engines.Answer) -> None:
         for weight in policy._weights:
-            weight.served.data.fill_(torch.nan)
+            weight.tensor.data.fill_(torch.nan)
 
     with pytest.raises(BrokenWeights):
         await pair.sample(ids, replace(GREEDY, max_tokens=400), on_piece=break_decode)
     for weight, data in zip(policy._weights, kept, strict=True):
-        weight.served.data.copy_(data)
+        weight.tensor.data.copy_(data)
     assert (await pair.sample(ids)).ids == expected.ids

@@ -1,8 +1,10 @@
-"""Whether published tensors are those of the model, before an engine touches what it serves."""
+"""The tensors of a model by name, and whether published ones are those, before an engine touches
+what it serves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +15,25 @@ from services.inference.engines.tensor_bytes import NAMES, from_named
 DRAFT_PREFIX = "mtp."
 """Begins the names of draft heads, which are no weights of the model."""
 _NARROW = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeight:
+    """A parameter or persistent buffer of a model."""
+
+    names: tuple[str, ...]
+    """Several names for tied weights."""
+    tensor: torch.Tensor
+
+
+def weights_of(model: torch.nn.Module) -> tuple[ModelWeight, ...]:
+    """Return every parameter and persistent buffer once, in the model's order."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return tuple(ModelWeight(names=tuple(names[key]), tensor=tensors[key]) for key in tensors)
 
 
 def match_names(

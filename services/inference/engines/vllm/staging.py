@@ -20,18 +20,14 @@ from services.inference.engines.base import BrokenWeights
 from services.inference.engines.tensor_bytes import NAMES, from_named, is_finite, raw_bytes
 from services.inference.engines.threads import run_to_end
 from services.inference.engines.vllm.exchange.shared_memory import SharedMemory
-from services.inference.engines.weight_checks import DRAFT_PREFIX, check_tensor, match_names
+from services.inference.engines.weight_checks import (
+    DRAFT_PREFIX,
+    check_tensor,
+    match_names,
+    weights_of,
+)
 
 _ALIGNED = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """One tensor of the model, with all its names."""
-
-    names: tuple[str, ...]
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,7 @@ class Checkpoint:
     ) -> None:
         """`model`: of transformers, without data. `served`: the type that vLLM computes in.
         `drafts`: whether to take draft heads."""
-        self._weights = tuple(_weights_of(model))
+        self._weights = weights_of(model)
         self._served = served
         self._hub = _hub_names(model)
         self._heads = _Heads(model) if drafts else None
@@ -73,10 +69,7 @@ class Checkpoint:
     @property
     def tensors(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each tensor that vLLM loads."""
-        own = {
-            one.names[0]: torch.empty(one.shape, dtype=one.dtype, device="meta")
-            for one in self._weights
-        }
+        own = {one.names[0]: torch.empty_like(one.tensor, device="meta") for one in self._weights}
         return [
             (name, NAMES[tensor.dtype], list(tensor.shape))
             for name, tensor in _converted(self._hub, own, own.__getitem__)
@@ -91,7 +84,7 @@ class Checkpoint:
         staged = []
         for name, weight in zip(names, self._weights, strict=True):
             tensor = check_tensor(
-                tensors[name], shape=weight.shape, dtype=weight.dtype, version=version
+                tensors[name], shape=weight.tensor.shape, dtype=weight.tensor.dtype, version=version
             )
             if tensor.is_floating_point() and not is_finite(tensor):
                 raise BrokenWeights(f"weights {version}: {name} has NaN or infinity")
@@ -155,17 +148,6 @@ class _Heads:
         MtpHeads.of(tensors, channels=self._channels, embedding_channels=self._embedding_channels)
         if not all(is_finite(one) for one in tensors.values()):
             raise InvalidArgument("MTP heads have NaN or infinity")
-
-
-def _weights_of(model: torch.nn.Module) -> Iterator[Weight]:
-    names: dict[int, list[str]] = {}
-    found: dict[int, torch.Tensor] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-        found[id(tensor)] = tensor
-    for key, tensor in found.items():
-        yield Weight(names=tuple(names[key]), shape=tensor.shape, dtype=tensor.dtype)
 
 
 @asynccontextmanager

@@ -41,7 +41,12 @@ from services.inference.engines.embedded.model.packed_linears import (
 )
 from services.inference.engines.embedded.recurrent.layers import RecurrentLayers, Sequences
 from services.inference.engines.tensor_bytes import DTYPES, from_named, is_finite
-from services.inference.engines.weight_checks import check_tensor, match_names
+from services.inference.engines.weight_checks import (
+    ModelWeight,
+    check_tensor,
+    match_names,
+    weights_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +65,6 @@ class StagedWeights:
     unless they were staged for one."""
     drafts: DraftHeads | None = None
     """The draft heads, on a GPU in host memory; None without any that fit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Weight:
-    names: tuple[str, ...]
-    """Several names for tied weights."""
-    served: torch.Tensor
-
-    @classmethod
-    def all_of(cls, model: torch.nn.Module) -> tuple[_Weight, ...]:
-        """Return every parameter and persistent buffer once, in the model's order."""
-        names: dict[int, list[str]] = {}
-        served: dict[int, torch.Tensor] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            names.setdefault(id(tensor), []).append(name)
-            served[id(tensor)] = tensor
-        return tuple(cls(names=tuple(names[key]), served=served[key]) for key in served)
 
 
 class Policy:
@@ -100,8 +88,8 @@ class Policy:
             numerics.patch(model)
             numerics.store_narrow(model, self.dtype)
         self._packable = packable(model)
-        self._weights = _Weight.all_of(model)
-        self.device = self._weights[0].served.device
+        self._weights = weights_of(model)
+        self.device = self._weights[0].tensor.device
         self._on_host: tuple[torch.Tensor, ...] | None = () if self.device.type == "cuda" else None
         """On a GPU the staged tensors of the served weights, in host memory; before the first swap
         none."""
@@ -244,11 +232,11 @@ class Policy:
         rounded = False
         digest = None if architecture is None else xxhash.xxh3_128(architecture)
         for name, weight in zip(names, self._weights, strict=True):
-            tensor = self._converted(tensors[name], weight.served, version=version)
+            tensor = self._converted(tensors[name], weight.tensor, version=version)
             if digest is not None:
-                _add(digest, tensor.to(weight.served.dtype))
+                _add(digest, tensor.to(weight.tensor.dtype))
             staged.append(self._pack(weight, tensor, packed))
-            kinds = (DTYPES[tensors[name].dtype], weight.served.dtype)
+            kinds = (DTYPES[tensors[name].dtype], weight.tensor.dtype)
             rounded |= any(kind.is_floating_point and kind.itemsize < 4 for kind in kinds)
         return StagedWeights(
             version=version,
@@ -260,14 +248,14 @@ class Policy:
         )
 
     def _pack(
-        self, weight: _Weight, tensor: torch.Tensor, packed: dict[int, Packed]
+        self, weight: ModelWeight, tensor: torch.Tensor, packed: dict[int, Packed]
     ) -> torch.Tensor:
         """Pack the matrix of a packed layer; return the matrix that is served in its place."""
-        key = id(weight.served)
+        key = id(weight.tensor)
         if all(key != id(layer.weight) for layer in self._packable):
             return tensor
         packed[key] = pack(tensor)
-        return tensor if self.head.reads(weight.served) else placeholder(tensor)
+        return tensor if self.head.reads(weight.tensor) else placeholder(tensor)
 
     def _stage_drafts(
         self, tensors: Mapping[str, NamedTensor], *, version: int
@@ -313,7 +301,7 @@ class Policy:
         they are overwritten. After an error those before are served."""
         before = self._on_host
         if before is None:
-            before = tuple(weight.served.data for weight in self._weights)
+            before = tuple(weight.tensor.data for weight in self._weights)
         drafts = self._served_drafts.swap(staged.drafts)
         try:
             self._serve(staged.tensors)
@@ -336,11 +324,11 @@ class Policy:
 
     def _serve(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if self._on_host is not None:
-            overwrite([weight.served for weight in self._weights], tensors)
+            overwrite([weight.tensor for weight in self._weights], tensors)
             self._on_host = tensors
             return
         for weight, tensor in zip(self._weights, tensors, strict=True):
-            weight.served.data = tensor
+            weight.tensor.data = tensor
 
 
 def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from forge.core.named_tensor import NamedTensor
 from forge.rl.model.hub_names import HubNames
 from services.inference.engines.meta_model import meta_model
 from services.inference.engines.tensor_bytes import NAMES, from_named, raw_bytes
-from services.inference.engines.weight_checks import check_tensor, match_names
+from services.inference.engines.weight_checks import check_tensor, match_names, weights_of
 
 
 class OwnNames:
@@ -31,13 +31,7 @@ class OwnNames:
         except (ImportError, KeyError, OSError, ValueError) as error:
             raise InvalidArgument(f"transformers cannot build the model: {error}") from error
         self._hub = HubNames(model)
-        names: dict[int, list[str]] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            tied = names.setdefault(id(tensor), [])
-            tied.append(name)
-            self._tensors[tied[0]] = tensor
-        self._names = list(names.values())
+        self._weights = weights_of(model)
 
     @property
     def differ(self) -> bool:
@@ -48,10 +42,9 @@ class OwnNames:
         """Return the tensors by the first name of each; tied ones may have any or all of theirs.
         Raises `UnfitWeights` for other names, types or shapes."""
         found = {}
-        for name, (first, *_) in zip(
-            match_names(self._names, tensors, version=version), self._names, strict=True
-        ):
-            own = self._tensors[first]
+        names = match_names([one.names for one in self._weights], tensors, version=version)
+        for name, weight in zip(names, self._weights, strict=True):
+            own, first = weight.tensor, weight.names[0]
             check_tensor(tensors[name], shape=own.shape, dtype=own.dtype, version=version)
             found[first] = replace(tensors[name], name=first)
         return found
