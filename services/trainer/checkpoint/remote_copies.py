@@ -7,11 +7,11 @@ them. Credentials and endpoints are those of the file system's own package.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fsspec.core import url_to_fs
 
 from forge.core.errors import ConfigError, DataLoss, Unavailable
@@ -31,6 +31,26 @@ from services.trainer.checkpoint.store import (
 _ARRIVING = "copied-"
 
 
+class _State(msgspec.Struct, frozen=True, kw_only=True):
+    """The state file of a checkpoint, as far as its copies need it."""
+
+    lineage: str = UNNAMED
+    fence: int | None = None
+    """None from an earlier release."""
+    files: dict[str, int]
+    """Size of each file."""
+
+    @property
+    def age(self) -> int:
+        """Orders copies: fences only rise."""
+        return self.fence or 0
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> _State:
+        """Raises `msgspec.MsgspecError` and `OSError`."""
+        return msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=cls)
+
+
 class RemoteCopies:
     """The copies of one run's checkpoints."""
 
@@ -45,7 +65,8 @@ class RemoteCopies:
             raise ConfigError(f"checkpoint.copy_to = {url!r}: {error}") from error
 
     def put(self, checkpoint: Path) -> None:
-        """Copy a checkpoint, and remove the copies that retention does not keep.
+        """Copy a checkpoint, and remove the copies of its lineage that retention does not keep, and
+        those of later steps that a rewind has undone. Copies of other lineages stay.
 
         Raises `Unavailable`; the former copies stay.
         """
@@ -61,18 +82,39 @@ class RemoteCopies:
                 target = self._place(f"{checkpoint.name}/{name}")
                 self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
                 self._files.put_file(str(checkpoint / name), target)
-            steps = self.steps()
-            for step in steps.keys() - self._retention.kept(steps):
-                self._remove(steps[step])
+            for folder in self._outdated(step_of(checkpoint), _State.of(checkpoint)):
+                self._remove(folder)
         except Exception as error:  # each file system has its own errors
             raise Unavailable(f"{self._url}: {type(error).__name__}: {error}") from error
 
-    def steps(self) -> dict[int, str]:
-        """The copies that are complete, by step. Raises the file system's errors."""
+    def _outdated(self, step: int, state: _State) -> list[str]:
+        """The copies that the copy of a step replaces."""
+        copies = {each: one for each, one in self._states().items() if one.lineage == state.lineage}
+        kept = self._retention.kept([each for each in copies if each <= step])
+        # A former trainer may end its copy late: those of its successor have a higher fence.
+        kept |= {each for each, one in copies.items() if each > step and one.age > state.age}
+        return [self._folder(each) for each in copies.keys() - kept]
+
+    def steps(self) -> list[int]:
+        """The steps of the copies that are complete, the oldest first. Raises the file system's
+        errors."""
+        return sorted(self._states())
+
+    def _states(self) -> dict[int, _State]:
         self._files.invalidate_cache()
-        found: list[str] = self._files.glob(self._place(f"step-*/{STATE_FILE}"))
-        folders = [name.rpartition("/")[0] for name in found]
-        return {step_of(Path(folder)): folder for folder in folders}
+        names: list[str] = self._files.glob(self._place(f"step-*/{STATE_FILE}"))
+        found: dict[str, bytes] = self._files.cat(names, on_error="omit") if names else {}
+        states: dict[int, _State] = {}
+        for name, data in found.items():
+            folder = name.rpartition("/")[0]
+            try:
+                states[step_of(Path(folder))] = msgspec.json.decode(data, type=_State)
+            except msgspec.MsgspecError as error:  # a file system may store a part of a file
+                log.error("checkpoint_copy_damaged", copy=folder, error=str(error))
+        return states
+
+    def _folder(self, step: int) -> str:
+        return self._place(path_of(Path(), step).name)
 
     def _place(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
@@ -83,8 +125,8 @@ class RemoteCopies:
                 self._files.rm(name, recursive=True)
 
     def fetch_newer(self, directory: Path, *, lineage: str, after: int) -> int:
-        """Fetch the newest copy of a lineage, "" for any, of a later step than `after`; return its
-        step, or 0 if there is none. A damaged copy is passed over.
+        """Fetch the newest copy of a lineage, "" for the newest lineage, of a later step than
+        `after`; return its step, or 0 if there is none. A damaged copy is passed over.
 
         Raises `Unavailable`.
         """
@@ -92,31 +134,30 @@ class RemoteCopies:
         for leftover in directory.glob(f"{_ARRIVING}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         try:
-            steps = self.steps()
-            for step in sorted(steps, reverse=True):
-                if step <= after:
-                    break
-                state = json.loads(self._files.cat_file(f"{steps[step]}/{STATE_FILE}"))
-                wanted = lineage in ("", state.get("lineage", UNNAMED))
-                if wanted and self._fetched(steps[step], state, path_of(directory, step)):
+            copies = self._states()
+            # A new lineage begins at step 0.
+            for step in sorted(copies, key=lambda each: (copies[each].age, each), reverse=True):
+                state = copies[step]
+                wanted = step > after and lineage in ("", state.lineage)
+                if wanted and self._fetched(self._folder(step), state, path_of(directory, step)):
                     prune(directory, self._retention)
                     return step
         except Exception as error:  # each file system has its own errors
             raise Unavailable(f"{self._url}: {type(error).__name__}: {error}") from error
         return 0
 
-    def _fetched(self, folder: str, state: dict[str, Any], path: Path) -> bool:
+    def _fetched(self, folder: str, state: _State, path: Path) -> bool:
         arriving = path.with_name(_ARRIVING + path.name)
-        for name in (*state["files"], STATE_FILE):
-            target = arriving / name
-            if not target.resolve().is_relative_to(arriving.resolve()):
-                raise DataLoss(f"{name!r} is not a path in a checkpoint")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._files.get_file(f"{folder}/{name}", str(target))
-            sync(target)
         try:
+            for name in (*state.files, STATE_FILE):
+                target = arriving / name
+                if not target.resolve().is_relative_to(arriving.resolve()):
+                    raise ConfigError(f"{name!r} is not a path in a checkpoint")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(f"{folder}/{name}", str(target))
+                sync(target)
             read_checkpoint(arriving)
-        except DataLoss as error:
+        except (DataLoss, FileNotFoundError) as error:
             log.error("checkpoint_copy_damaged", copy=folder, error=str(error))
             shutil.rmtree(arriving)
             return False

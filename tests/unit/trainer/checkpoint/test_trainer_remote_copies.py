@@ -25,7 +25,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"file://{tmp_path}/remote"
 
 
-def saved(directory: Path, step: int, lineage: str = "l") -> Path:
+def saved(directory: Path, step: int, lineage: str = "l", fence: int = 1) -> Path:
     def write(folder: Path) -> None:
         (folder / "state").mkdir()
         (folder / "state" / "rank-00000.safetensors").write_bytes(bytes([step]) * 100)
@@ -36,6 +36,7 @@ def saved(directory: Path, step: int, lineage: str = "l") -> Path:
         weight_version=step,
         history=History([pb.StepMetrics(step=step)]),
         lineage=lineage,
+        fence=fence,
     )
 
 
@@ -59,7 +60,33 @@ def test_copies_are_kept_by_the_same_rule(url: str, tmp_path: Path) -> None:
     copies = RemoteCopies(url, Retention(last=1, every_steps=10))
     for step in (10, 12, 14):
         copies.put(saved(tmp_path / "own", step))
-    assert sorted(copies.steps()) == [10, 14]
+    assert copies.steps() == [10, 14]
+
+
+def test_new_lineage_keeps_its_copies_beside_those_of_an_ended_one(
+    url: str, tmp_path: Path
+) -> None:
+    """At the same URL: later steps of the ended lineage do not count, and stay."""
+    copies = RemoteCopies(url, Retention(last=2))
+    for step in (98, 100):
+        copies.put(saved(tmp_path / "ended", step, "ended", fence=3))
+    for step in (2, 4, 6):
+        copies.put(saved(tmp_path / "own", step, "new", fence=7))
+    assert copies.steps() == [4, 6, 98, 100]
+    assert copies.fetch_newer(tmp_path / "other", lineage="new", after=0) == 6
+    assert copies.fetch_newer(tmp_path / "any", lineage="", after=0) == 6
+
+
+def test_copies_of_undone_steps_are_removed(url: str, tmp_path: Path) -> None:
+    """A rewind has undone them; a former trainer that ends its copy late removes none."""
+    copies = RemoteCopies(url, Retention(last=2))
+    for step in (8, 10):
+        copies.put(saved(tmp_path / "former", step, fence=1))
+    copies.put(saved(tmp_path / "own", 9, fence=2))
+    assert copies.steps() == [8, 9]
+    copies.put(saved(tmp_path / "late", 7, fence=1))
+    assert copies.steps() == [7, 9]
+    assert copies.fetch_newer(tmp_path / "other", lineage="l", after=0) == 9
 
 
 def test_copy_that_was_cut_does_not_count(
@@ -85,23 +112,36 @@ def test_copy_that_was_cut_does_not_count(
     assert copies.fetch_newer(tmp_path / "other", lineage="", after=1) == 2
 
 
-@pytest.mark.parametrize("damage", ["short", "outside"])
-def test_damaged_copy_is_never_a_checkpoint(url: str, tmp_path: Path, damage: str) -> None:
-    """A short file is passed over for the older copy; a path outside of it is refused."""
+@pytest.mark.parametrize("damage", ["short", "missing", "state"])
+def test_damaged_copy_is_passed_over(url: str, tmp_path: Path, damage: str) -> None:
+    """For the older copy: a file is short or missing, or the state file was cut."""
     copies, other = RemoteCopies(url, Retention()), tmp_path / "other"
     for step in (1, 2):
         copies.put(saved(tmp_path / "own", step))
-    folder = copies.steps()[2]
-    if damage == "short":
-        copies._files.pipe_file(f"{folder}/state/rank-00000.safetensors", b"x")
-        assert copies.fetch_newer(other, lineage="l", after=0) == 1
-    else:
-        state: dict[str, Any] = json.loads(copies._files.cat_file(f"{folder}/state.json"))
-        state["files"]["../../out"] = 1
-        copies._files.pipe_file(f"{folder}/state.json", json.dumps(state).encode())
-        with pytest.raises(Unavailable, match="not a path in a checkpoint"):
-            copies.fetch_newer(other, lineage="l", after=0)
-    assert newest_step(other) == (1 if damage == "short" else 0)
+    folder = copies._folder(2)
+    match damage:
+        case "short":
+            copies._files.pipe_file(f"{folder}/state/rank-00000.safetensors", b"x")
+        case "missing":
+            copies._files.rm(f"{folder}/state/rank-00000.safetensors")
+        case "state":
+            state = copies._files.cat_file(f"{folder}/state.json")
+            copies._files.pipe_file(f"{folder}/state.json", state[: len(state) // 2])
+    assert copies.fetch_newer(other, lineage="l", after=0) == 1 == newest_step(other)
+    assert [one.name for one in other.iterdir()] == ["step-00000001"]
+
+
+def test_copy_with_a_path_outside_of_it_is_refused(url: str, tmp_path: Path) -> None:
+    """Nothing arrives."""
+    copies, other = RemoteCopies(url, Retention()), tmp_path / "other"
+    copies.put(saved(tmp_path / "own", 2))
+    file = copies._folder(2) + "/state.json"
+    state: dict[str, Any] = json.loads(copies._files.cat_file(file))
+    state["files"]["../../out"] = 1
+    copies._files.pipe_file(file, json.dumps(state).encode())
+    with pytest.raises(Unavailable, match="not a path in a checkpoint"):
+        copies.fetch_newer(other, lineage="l", after=0)
+    assert newest_step(other) == 0
 
 
 def test_url_without_its_package_is_refused() -> None:
