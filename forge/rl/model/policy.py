@@ -360,7 +360,7 @@ class TreePolicy:
                 else:
                     backbone = self._backbone.up_to_head(inputs)
             else:
-                inputs["position_ids"] = part.positions_L.to(self.device)[None]
+                inputs["position_ids"] = part.positions_L[None].to(self.device, copy=True)
                 inputs["tree"] = tree_input(part, prefix, forked=self._forked)
                 backbone = self._backbone(inputs, normed=self.states is not None)
         columns = partial(
