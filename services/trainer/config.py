@@ -188,7 +188,7 @@ class TrainerConfig(ServiceConfig):
                 f"device = {self.device} is not allowed with {shape.ranks} ranks: all would share "
                 f"one device; use {kind}, which gives each rank its own"
             )
-        mesh = f"mesh.dp_shard = {self.mesh.dp_shard}, mesh.tp = {self.mesh.tp}"
+        mesh = f"mesh.dp_shard = {shape.dp_shard}, mesh.tp = {shape.tp}"
         if shape.sharded and self.optimizer.name == "muon":
             raise InvalidArgument(
                 f"optimizer.name = muon is not allowed with {mesh}: it steps whole matrices; use "

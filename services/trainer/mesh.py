@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated
 
 from msgspec import Meta
@@ -15,14 +16,16 @@ from forge.rl.config import MeshShape
 class MeshSettings:
     """Division of model and batch among ranks."""
 
-    dp_replicate: Annotated[int, Meta(ge=1)] = 1
-    """Copies of the model; each computes other trees of a batch."""
-    dp_shard: Annotated[int, Meta(ge=1)] = 1
+    dp_replicate: Annotated[int, Meta(ge=0)] = 1
+    """Copies of the model; each computes other trees of a batch. 0: as many as the other dimensions
+    leave ranks for."""
+    dp_shard: Annotated[int, Meta(ge=0)] = 1
     """Data groups of a copy, which divide its parameters, gradients and optimizer state; each
-    computes other trees. 1: every rank holds all of them."""
+    computes other trees. 1: every rank holds all of them; 0: as many as the other dimensions leave
+    ranks for."""
     cp: Annotated[int, Meta(ge=0)] = 0
     """Ranks that compute one tree, each a range of its tokens (context parallelism); 0: all that
-    the other dimensions leave."""
+    the other dimensions leave, or 1 if another dimension is 0."""
     tp: Annotated[int, Meta(ge=1)] = 1
     """Ranks that divide each layer by heads, inner channels and experts, and compute every token
     together. Neighbors: keep them on one host. 1: each computes whole layers."""
@@ -32,13 +35,23 @@ class MeshSettings:
 
     def shape(self, ranks: int) -> MeshShape:
         """The mesh of that many ranks. Raises `InvalidArgument` when they do not make one."""
-        data = self.dp_replicate * self.dp_shard * self.tp
-        shape = MeshShape(
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            cp=self.cp or max(1, ranks // data),
-            tp=self.tp,
-        )
+        sizes = {
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+        # The dimension that changes with the number of ranks; `cp` has 0 as its default.
+        free = next((name for name, size in sizes.items() if not size), None)
+        if self.dp_replicate == 0 and self.dp_shard == 0:
+            raise InvalidArgument(
+                "mesh.dp_replicate = 0 is not allowed with mesh.dp_shard = 0: one dimension alone "
+                "has the ranks that the others leave"
+            )
+        if free is not None:
+            fixed = {name: size or 1 for name, size in sizes.items() if name != free}
+            sizes = {**fixed, free: max(1, ranks // prod(fixed.values()))}
+        shape = MeshShape(**sizes)
         if shape.ranks != ranks:
             raise InvalidArgument(
                 f"mesh.dp_replicate = {self.dp_replicate}, mesh.dp_shard = {self.dp_shard}, "

@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
         except SignalException:
             return 0
         except Exception as error:  # of the rendezvous: the other hosts may come later
-            return _say(f"the ranks did not meet: {type(error).__name__}: {error}", code=1)
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            return _say(f"the ranks did not meet: {said}", code=1)
     return 0
 
 
@@ -84,10 +85,31 @@ def _checked(options: Any, settings: Sequence[str]) -> TrainerConfig:
         here = elastic.determine_local_world_size(options.nproc_per_node)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from error
-    if fewest != nodes:
-        raise ConfigError(f"--nnodes {options.nnodes} is not allowed: a mesh has a fixed size")
-    with as_rank(ranks=nodes * here, ranks_here=here):
-        return load(TrainerConfig, service="trainer", argv=settings, environ=os.environ)
+    if fewest == nodes:
+        with as_rank(ranks=nodes * here, ranks_here=here):
+            return load(TrainerConfig, service="trainer", argv=settings, environ=os.environ)
+    _check_elastic(options)
+    for hosts in range(fewest, nodes + 1):
+        with as_rank(ranks=hosts * here, ranks_here=here):
+            try:
+                config = load(TrainerConfig, service="trainer", argv=settings, environ=os.environ)
+            except ForgeError as error:
+                raise ConfigError(f"--nnodes {options.nnodes}, {hosts} of them: {error}") from error
+    # In torch's own store, a host that joins later waits for an address that the first host stores
+    # in its first round alone (torch 2.13). Now rank 0 has a store for the ranks of each round.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return config
+
+
+def _check_elastic(options: Any) -> None:
+    """Raises `ConfigError` for options with which hosts of a changing number cannot meet."""
+    said = f"--nnodes {options.nnodes} is not allowed "
+    if options.rdzv_backend == "static":
+        raise ConfigError(
+            f"{said}with --rdzv-backend static, which has a fixed number of hosts; set c10d"
+        )
+    if not options.rdzv_endpoint:
+        raise ConfigError(f"{said}without --rdzv-endpoint: every host would start alone")
 
 
 def _stand_for_ranks(*, host: int) -> None:

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import assert_counts_balance
-from tests.support.trainer.hosts import ADDRESSES, TwoHosts
+from tests.support.trainer.hosts import ADDRESSES, Hosts
 from tests.support.trainer.process import START_S
 from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, until_finished
 
@@ -29,7 +29,7 @@ class Cluster:
     """A scheduler, a pool and two hosts for one trainer."""
 
     stack: Stack
-    hosts: TwoHosts
+    hosts: Hosts
 
 
 @pytest_asyncio.fixture
@@ -37,12 +37,12 @@ async def cluster_of_two(stack: Stack, tmp_path: Path) -> AsyncIterator[Cluster]
     settings = stack.trainer.flags(
         mesh__dp_shard=2, max_steps=5, checkpoint__every_steps=2, drain_s=60, seed=3
     )
-    hosts = TwoHosts(tmp_path, settings)
+    hosts = Hosts(tmp_path, settings)
     try:
         yield Cluster(stack=stack, hosts=hosts)
     finally:
         await hosts.stop()
-        for host in range(len(ADDRESSES)):
+        for host in range(2):
             print(f"--- host {host}\n{hosts.said(host)}")  # pytest shows it beside a failure
 
 

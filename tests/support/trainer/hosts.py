@@ -1,4 +1,4 @@
-"""The ranks of one trainer on two hosts: each a host name and a loopback address of its own."""
+"""The ranks of one trainer on several hosts: each a host name and a loopback address of its own."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ import psutil
 from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 from forge.runtime.process.ports import free_ports
 
-ADDRESSES = ("127.0.0.2", "127.0.0.3")
+ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 _ENTER = 'hostname "$1" && mount --bind "$0" /etc/hosts && shift && exec "$@"'
 
 
-class TwoHosts:
-    """`services.trainer.torchrun` on both hosts, started again like units of systemd."""
+class Hosts:
+    """`services.trainer.torchrun` on each host, started again like units of systemd."""
 
-    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str], *, nodes: str = "2") -> None:
+        """`nodes`: their number, or MIN:MAX for a group that continues with fewer."""
         self._folder = folder
         self._settings = settings
+        self._nodes = nodes
         self._port = str(free_ports(1)[0])
-        self._supervisor = ProcessSupervisor(on_event=self._heard)
+        hosts = range(len(ADDRESSES))
+        self._supervisors = {host: ProcessSupervisor(on_event=self._heard) for host in hosts}
         self.events: list[ProcessEvent] = []
-        self._starts = {0: 0, 1: 0}
+        self._starts = dict.fromkeys(hosts, 0)
         self._names = folder / "hosts"
         lines = [f"{address} host-{host}\n" for host, address in enumerate(ADDRESSES)]
         self._names.write_text("127.0.0.1 localhost\n" + "".join(lines))
@@ -36,10 +39,9 @@ class TwoHosts:
     async def start(self, host: int, *settings: str) -> None:
         """Start the ranks of a host, one; again if it has ended without an error."""
         self._starts[host] += 1
-        mesh = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(host))
-        meeting = ("--master-addr", ADDRESSES[0], "--master-port", self._port)
+        mesh = ("--nnodes", self._nodes, "--nproc-per-node", "1", "--node-rank", str(host))
         namespaces = ("unshare", "--user", "--map-root-user", "--uts", "--mount", "sh", "-c")
-        await self._supervisor.start(
+        await self._supervisors[host].start(
             ProcessSpec(
                 name=self._name(host),
                 argv=(
@@ -48,7 +50,7 @@ class TwoHosts:
                         "-m",
                         "services.trainer.torchrun",
                         *mesh,
-                        *meeting,
+                        *self._meeting(host),
                         "--",
                         *self._settings,
                         *settings,
@@ -61,17 +63,31 @@ class TwoHosts:
             )
         )
 
+    def _meeting(self, host: int) -> tuple[str, ...]:
+        if ":" not in self._nodes:
+            return ("--master-addr", ADDRESSES[0], "--master-port", self._port)
+        # On loopback every process finds itself to be the host of the endpoint.
+        conf = f"is_host={int(host == 0)},last_call_timeout=5"
+        endpoint = f"{ADDRESSES[0]}:{self._port}"
+        return (*("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint), "--rdzv-conf", conf)
+
     async def stop(self) -> None:
-        """Stop both hosts, the last one that was started first."""
-        await self._supervisor.stop()
+        """Stop all hosts, the last one first."""
+        for host in reversed(self._supervisors):
+            await self._supervisors[host].stop()
+
+    async def lose(self, host: int) -> None:
+        """Let a host vanish, with all that it runs."""
+        self.agent(host).kill()
+        await self._supervisors[host].stop()
 
     def running(self, host: int) -> bool:
         """Whether the process of torchrun runs on a host."""
-        return self._supervisor.pid(self._name(host)) is not None
+        return self._supervisors[host].pid(self._name(host)) is not None
 
     def agent(self, host: int) -> psutil.Process:
         """The process of torchrun on a host."""
-        pid = self._supervisor.pid(self._name(host))
+        pid = self._supervisors[host].pid(self._name(host))
         assert pid is not None, self.said(host)
         return psutil.Process(pid)
 
@@ -100,5 +116,6 @@ class TwoHosts:
         return [one for one in self.events if one.name.startswith(f"host-{host} ")]
 
     def said(self, host: int) -> str:
-        """The log of a host."""
-        return (self._folder / f"host-{host}.log").read_text(errors="replace")
+        """The log of a host; "" before its start."""
+        log = self._folder / f"host-{host}.log"
+        return log.read_text(errors="replace") if log.exists() else ""

@@ -11,7 +11,7 @@ import torch
 from forge.core.credit.advantages import AdvantageRules
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.algorithms import PRESETS
-from forge.rl.config import Correction, ObjectiveConfig
+from forge.rl.config import Correction, MeshShape, ObjectiveConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.losses.objective import Objective
 from forge.runtime.settings import load, to_toml
@@ -115,6 +115,8 @@ TEACHER = "--teacher-path=there --objective.teacher-coef=1"
         ("--compile-layers --autocast=bfloat16 --lora.rank=4", "compile_layers .*lora.rank = 4"),
         ("--compile-layers", "compile_layers = True .*autocast = none"),
         ("--compile-layers --ranks=2 --mesh.tp=2", "compile_layers = True .*mesh.tp = 2"),
+        ("--ranks=3 --mesh.dp-shard=0 --mesh.tp=2", "dp_shard = 0, .*with 3 ranks: the mesh has 2"),
+        ("--ranks=4 --mesh.dp-shard=0 --mesh.dp-replicate=0", "dp_replicate = 0 .*dp_shard = 0"),
         ("--ranks=4 --mesh.tp=3", "mesh.tp = 3 is not allowed with 4 ranks: the mesh has 3"),
         ("--read-from=ranks --ranks=2", "read_from = ranks .*mesh.tp = 1: ranks with whole"),
         ("--read-from=ranks --ranks=2 --mesh.tp=2", "read_from = ranks .*mesh.dp_replicate = 1"),
@@ -186,3 +188,24 @@ def test_printed_settings_are_read_back(tmp_path) -> None:
     file = tmp_path / "trainer.toml"
     file.write_text(to_toml(config))
     assert configured("--config", str(file)) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "shape"),
+    [
+        ("--ranks=4", MeshShape(cp=4)),
+        ("--ranks=8 --mesh.dp-shard=2", MeshShape(dp_shard=2, cp=4)),
+        ("--ranks=8 --mesh.dp-shard=0", MeshShape(dp_shard=8)),
+        ("--ranks=8 --mesh.dp-shard=0 --mesh.cp=2 --mesh.tp=2", MeshShape(dp_shard=2, cp=2, tp=2)),
+        (
+            "--ranks=8 --mesh.dp-replicate=0 --mesh.dp-shard=4",
+            MeshShape(dp_replicate=2, dp_shard=4),
+        ),
+        ("--ranks=1 --mesh.dp-shard=0", MeshShape()),
+    ],
+)
+def test_one_dimension_of_the_mesh_has_the_ranks_that_others_leave(
+    argv: str, shape: MeshShape
+) -> None:
+    """The one that is 0; `cp` only if no other one is."""
+    assert configured(*argv.split()).mesh_shape == shape

@@ -19,12 +19,23 @@ from services.trainer.torchrun import main
 from services.trainer.torchrun_rank import report_failure
 
 ROOT = Path(__file__).parents[3]
+ELASTIC = ("--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=host-0:29400")
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--nnodes", "1:4"], "--nnodes 1:4 is not allowed: a mesh has a fixed size"),
+        (["--nnodes", "1:4"], "--nnodes 1:4 is not allowed with --rdzv-backend static"),
+        (["--nnodes=1:4", "--rdzv-backend=c10d"], "1:4 is not allowed without --rdzv-endpoint"),
+        (
+            [*ELASTIC, "--", "--mesh.dp-shard=2", "--mesh.dp-replicate=0"],
+            "--nnodes 1:4, 1 of them: mesh.dp_replicate = 0, mesh.dp_shard = 2, mesh.cp = 0, "
+            "mesh.tp = 1 is not allowed with 1 ranks: the mesh has 2",
+        ),
+        (
+            [*ELASTIC, "--", "--mesh.dp-shard=0", "--publish-from=ranks"],
+            "--nnodes 1:4, 1 of them: publish_from = ranks is not allowed",
+        ),
         (["--nproc-per-node", "some"], "Unsupported nproc_per_node value: some"),
         (["--", "--max-stepz=1"], "max_stepz"),
         (
