@@ -2,8 +2,9 @@
 
 Owns which layers are compiled and when. Attention over the tree stays outside of their graphs, so
 one compilation serves all layers of a type and every tree: two graphs, with and without gradients.
-A graph depends on the offset of a view in its inputs, so a policy copies the positions. Passes without a tree and those in the
-type of the parameters, as of the check before training, stay as they are.
+A graph depends on the offset of a view in its inputs, so a policy copies the positions. Passes
+without a tree and those in the type of the parameters, as of the check before training, stay as
+they are.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ def _forward(layer: nn.Module, other: Callable[..., Any], *given: Any, **named: 
     narrow = torch.is_autocast_enabled(next(layer.parameters()).device.type)
     if not narrow or named.get("tree") is None:
         return other(*given, **named)
-    own = _own_forward(type(layer))
+    kind: Any = type(layer)
+    own = _own_forward(kind)
     with wide_vectors(layer):
         compute = partial(_compiled(own), layer, **named)
-        if own is not type(layer).forward and layer.gradient_checkpointing and layer.training:
+        if own is not kind.forward and layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(compute, *given)  # type: ignore[operator]
         return compute(*given)
 
