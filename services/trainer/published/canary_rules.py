@@ -56,7 +56,9 @@ def judge(
             outcome=CanaryVerdict.ROLL_BACK,
             reason=f"{broken} answers with a log-prob that is not finite, allowed {allowed:g}",
         )
-    if min(canary.trajectories, base.trajectories) < settings.trajectories:
+    # Without a trained token, as in flat groups that are dropped, there is no gap to judge.
+    few = min(canary.trajectories, base.trajectories) < settings.trajectories
+    if few or not canary.tokens:
         return Judgement(outcome=CanaryVerdict.WAIT)
     gap = canary.logprob_gap
     if not gap <= settings.max_logprob_gap:

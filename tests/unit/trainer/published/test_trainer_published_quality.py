@@ -10,8 +10,10 @@ from prometheus_client import REGISTRY
 from forge.rl.losses.stats import VersionGap
 from forge.runtime.weights import WeightAnnouncement, WeightHold
 from services.trainer import metrics
-from services.trainer.published.quality import Qualities
+from services.trainer.published.canary_rules import CanaryVerdict, judge
+from services.trainer.published.quality import Qualities, Quality
 from services.trainer.published.versions import PublishedVersions
+from services.trainer.setting_tables import CanarySettings
 
 
 def announcement(version: int) -> WeightAnnouncement:
@@ -47,3 +49,34 @@ def test_metrics_show_base_and_canary() -> None:
     versions.hold = WeightHold(base=announcement(7), canary=announcement(9))
     assert (shown("mean_reward", "base"), shown("mean_reward", "canary")) == (0.5, 0.75)
     assert (shown("trajectories", "base"), shown("trajectories", "canary")) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("canary", "broken", "refused", "verdict"),
+    [
+        ((4, 3.0, 10, 1.0), 0, "", CanaryVerdict.PROMOTE),
+        ((3, 3.0, 10, 1.0), 0, "", CanaryVerdict.WAIT),
+        ((4, 3.0, 0, 0.0), 0, "", CanaryVerdict.WAIT),
+        ((4, 3.0, 10, 2.1), 0, "", CanaryVerdict.ROLL_BACK),
+        ((4, 3.0, 10, math.nan), 0, "", CanaryVerdict.ROLL_BACK),
+        ((4, 2.0, 10, 1.0), 0, "", CanaryVerdict.ROLL_BACK),
+        ((0, 0.0, 0, 0.0), 1, "", CanaryVerdict.ROLL_BACK),
+        ((0, 0.0, 0, 0.0), 0, "shapes differ", CanaryVerdict.ROLL_BACK),
+    ],
+)
+def test_canary_is_judged_by_its_trajectories_gap_and_reward(
+    canary: tuple[int, float, int, float], broken: int, refused: str, verdict: CanaryVerdict
+) -> None:
+    """Against bounds of .2 and a base of mean reward .75. Groups that are dropped as flat have
+    trajectories and no trained token: without a gap, which is NaN, nothing is decided."""
+    trajectories, reward_sum, tokens, gap_sum = canary
+    found = judge(
+        CanarySettings(trajectories=4),
+        canary=Quality(
+            trajectories=trajectories, reward_sum=reward_sum, tokens=tokens, gap_sum=gap_sum
+        ),
+        base=Quality(trajectories=4, reward_sum=3.0, tokens=8, gap_sum=0.1),
+        broken=broken,
+        refused=refused,
+    )
+    assert found.outcome == verdict
