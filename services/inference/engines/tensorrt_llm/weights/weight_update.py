@@ -93,12 +93,14 @@ class WeightUpdate:
             writing = asyncio.create_task(asyncio.to_thread(next, self._following, None))
             try:
                 yield current
+                await self._ranks.in_time(writing, "the next tensors of a fetch")
             except BaseException:
                 self._give_up()
                 raise
             finally:
                 # Also for a caller that leaves: the thread cannot be stopped.
                 await asyncio.wait({writing})
+                writing.exception()
             self._folder.remove(current)
             current = writing.result()
 
@@ -119,15 +121,22 @@ class Ranks:
         self._engine = engine
         self._timeout_s = timeout_s
 
+    async def in_time(self, running: asyncio.Task[Any], work: str) -> None:
+        """Wait for a task that the ranks wait for. Raises `Unavailable`; the task runs on."""
+        if not (await asyncio.wait({running}, timeout=self._timeout_s))[0]:
+            raise self._late(work)
+
+    def _late(self, work: str) -> Unavailable:
+        limit = f"tensorrt_llm.update_timeout_s = {self._timeout_s:g}"
+        return Unavailable(f"{work} took longer than {limit}")
+
     async def call(self, method: str, *arguments: Any) -> None:
         """Call a method of all ranks. Raises `Unavailable` if one fails."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 answers = await self._engine().collective_rpc(method, args=arguments)
         except TimeoutError:
-            raise Unavailable(
-                f"{method} took longer than tensorrt_llm.update_timeout_s = {self._timeout_s:g}"
-            ) from None
+            raise self._late(method) from None
         except ForgeError:
             raise
         except Exception as error:  # Any error of the library.

@@ -232,13 +232,16 @@ async def test_names_of_another_kind_wait_for_all_data(
         await check_greedy(engine, seed=1)
 
 
-@pytest.mark.parametrize("fault", ["cancelled", "rank"])
+@pytest.mark.parametrize("fault", ["cancelled", "rank", "silence"])
 async def test_load_that_ends_early_waits_for_no_tensor(
     behaviour: Behaviour, model_path: Path, tmp_path: Path, reloads: list[int], fault: str
 ) -> None:
-    """The worker ends, or a rank fails: the rest of the fetch may never come."""
-    folder = str(tmp_path / "updates")
-    async with started(model_path, Role.BOTH, update_dir=folder) as engine:
+    """The worker ends, a rank fails, or the fetch takes longer than an update may: requests wait
+    for the load, and the rest may never come."""
+    settings: dict[str, Any] = {"update_dir": str(tmp_path / "updates")}
+    if fault == "silence":
+        settings["update_timeout_s"] = 5.0
+    async with started(model_path, Role.BOTH, **settings) as engine:
         await load(engine)
         engine._llm._load_s = NEVER_S
         with served_before(engine, restarts=1):
