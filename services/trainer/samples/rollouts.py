@@ -138,7 +138,11 @@ def chosen_turns(rollout: ScoredTrajectory, rules: CreditRules) -> list[ChosenTu
     aside = side_calls(turns, contexts)
     if rollout.trajectory.domain in rules.train_side_calls:
         aside = {index: why for index, why in aside.items() if why == "excluded"}
-    cut_off = [one.finish_reason == pb.FINISH_REASON_LENGTH for one in turns]
+    # A side call with a small limit says nothing about the answers of its trajectory.
+    cut_off = [
+        one.finish_reason == pb.FINISH_REASON_LENGTH and index not in aside
+        for index, one in enumerate(turns)
+    ]
     masked = masked_turns(cut_off, rules.overlong)
     return [
         _chosen(

@@ -171,6 +171,20 @@ def test_answer_that_a_token_limit_cut_off_is_masked(
     assert {reason for _, reason in batch.left_out} <= {"overlong"}
 
 
+@pytest.mark.parametrize("mask", ["turn", "trajectory"])
+def test_side_call_that_a_token_limit_cut_off_masks_no_other_turn(
+    mask: Literal["turn", "trajectory"],
+) -> None:
+    """Titles and probes of a model have small limits."""
+    title, answer = turn(0, [1], [2]), turn(1, [7], [5])
+    title.finish_reason, title.train = pb.FINISH_REASON_LENGTH, False
+    rules = replace(RULES, overlong=OverlongRules(mask=mask))
+    batch = build_samples([[trajectory([title, answer], [outcome(1)]), one_turn(0)]], rules)
+    assert list(int32_array(batch.samples[0].ids)) == [7, 5] and len(batch.samples) == 2
+    assert [reason for _, reason in batch.left_out] == ["excluded"]
+    assert sum(batch.left_out.values()) == 1
+
+
 def test_long_answer_costs_reward_where_credit_is_computed() -> None:
     """Three tokens of at most three, the last two the cache: the first turn's reward falls by 1,
     and the baseline with it. The outcome stays as the task gave it."""
