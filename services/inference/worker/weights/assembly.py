@@ -118,8 +118,9 @@ class WeightAssembly:
         """Yield the received slices from a byte of a tensor, or of its delta, on."""
         for name in self.names[from_tensor : len(self.tensors)]:
             tensor, delta = self.tensors[name], self.deltas.get(name)
-            fits = delta is not None and self.base_version == base_version
-            if in_delta or (delta is not None and fits and not from_byte):
+            # 0 is no base: this worker takes no deltas any more, or the other one has none.
+            fits = delta is not None and self.base_version == base_version > 0
+            if in_delta or (fits and not from_byte):
                 yield from delta_parts(tensor, delta or b"", base_version, from_byte=from_byte)
             else:
                 yield from _parts(tensor, from_byte, len(tensor.data))

@@ -101,7 +101,8 @@ async def test_relay_of_a_failed_fetch_ends_with_not_found(
 
 
 async def test_changes_are_relayed_as_they_arrived() -> None:
-    """To a worker with the same base, in slices; one with another base gets whole tensors."""
+    """To a worker with the same base, in slices; one with another base gets whole tensors, and one
+    without a base also after a later delta was damaged."""
     rng = np.random.default_rng(0)
     size = 8 << 20
     old = {"a": rng.bytes(size), "b": b"b"}
@@ -129,6 +130,9 @@ async def test_changes_are_relayed_as_they_arrived() -> None:
         for base_version, sent_bytes in ((1, assembly.wire_bytes), (7, size + 1)):
             groups = [one async for one in relay.parts(2, 0, 0, base_version=base_version)]
             assert sum(len(part.data) for group in groups for part in group) == sent_bytes
+        assembly.refuse_deltas()
+        groups = [one async for one in relay.parts(2, 0, 0, base_version=0)]
+        assert b"".join(part.data for group in groups for part in group) == new["a"] + new["b"]
 
 
 def _received(worker: Worker) -> int:
