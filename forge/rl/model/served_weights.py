@@ -47,18 +47,20 @@ class ServedValues:
 
         A forward inside the context must have its backward inside too.
         """
-        master = []
-        for one in self._parameters:
-            if isinstance(one, DTensor):  # gathered from this very memory
-                master.append(local(one).detach().clone())
-                local(one.data).copy_(master[-1].to(self._type))
-            else:
-                master.append(one.data)
-                one.data = one.data.to(self._type).to(one.dtype)
+        master: list[torch.Tensor] = []
         try:
+            for one in self._parameters:
+                if isinstance(one, DTensor):  # gathered from this very memory
+                    master.append(local(one).detach().clone())
+                    local(one.data).copy_(master[-1].to(self._type))
+                else:
+                    rounded = one.data.to(self._type).to(one.dtype)
+                    master.append(one.data)
+                    one.data = rounded
             yield
         finally:
-            for one, data in zip(self._parameters, master, strict=True):
+            # Not all of them after a shortage of memory.
+            for one, data in zip(self._parameters, master, strict=False):
                 if isinstance(one, DTensor):
                     local(one.data).copy_(data)
                 else:

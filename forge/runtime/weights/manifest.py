@@ -70,6 +70,8 @@ class WeightProbe(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     logprobs: list[float]
     """Log-prob of each token but the first, by the model's own forward in float32."""
+    published: list[float] = []
+    """The same with the published values, where they are rounded to 16 bits; may be empty."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):

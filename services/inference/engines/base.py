@@ -216,6 +216,8 @@ class Probe:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-probs of all tokens but the first, by the trainer's forward in float32."""
+    published: tuple[float, ...] = ()
+    """The same with the values as they are published, in 16 bits; may be empty."""
     most_error: float = 0.0
     """Largest mean error of these log-probs, in nats; 0: the engine's own limit."""
 

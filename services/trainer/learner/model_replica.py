@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from forge.runtime.weights.segments import cut
 from services.trainer.batches.reading import ReadBatch
 from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
+from services.trainer.learner.publication_probe import make_probe
 from services.trainer.learner.replica_checkpoint import ReplicaCheckpoint
 from services.trainer.learner.sharded_start import empty_model, fill_shards, place, without_weights
 from services.trainer.model.full_weights import Trainee, load_model
@@ -50,7 +50,6 @@ from services.trainer.model.placement import (
 from services.trainer.model.teacher import check_teacher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,17 +375,11 @@ class ModelReplica:
 
     @torch.no_grad()
     def probe(self) -> WeightProbe:
-        """A few tokens and their log-probs under the present weights, by the model's own forward in
-        float32. If the world shards them, all ranks compute it together."""
+        """See `make_probe`. If the world shards the weights, all ranks compute it together, and not
+        for their published values, which it would have to gather unrounded."""
         policy = self._learner.policy
-        config = policy.model.config.get_text_config(decoder=True)
-        count = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
-        ids = Random(PROBE_TOKENS).choices(
-            range(min(policy.vocabulary, config.vocab_size)), k=count
-        )
-        with policy.attention.stock():
-            logprobs_T = policy.run(lambda: own_logprobs(policy.model, as_sample(ids)))
-        return WeightProbe(ids=ids, logprobs=logprobs_T.tolist())
+        alone = self._world.shape.ranks == 1 and not isinstance(self._trainee, LoraTrainee)
+        return make_probe(policy, published=self._published_type(policy) if alone else None)
 
     def publishes(self, kept: Mapping[str, Tensor]) -> bool:
         """Whether this run publishes tensors of these names and this type; a resumed run may have

@@ -299,4 +299,10 @@ def _probe_of(probe: WeightProbe | None, most_error: float) -> Probe | None:
     """Return a manifest's probe for the engine, None without a usable one."""
     if probe is None or len(probe.ids) < 2 or len(probe.logprobs) != len(probe.ids) - 1:
         return None
-    return Probe(ids=tuple(probe.ids), logprobs=tuple(probe.logprobs), most_error=most_error)
+    fits = len(probe.published) == len(probe.logprobs)
+    return Probe(
+        ids=tuple(probe.ids),
+        logprobs=tuple(probe.logprobs),
+        published=tuple(probe.published) if fits else (),
+        most_error=most_error,
+    )

@@ -78,3 +78,25 @@ def test_master_weights_are_restored_after_a_failed_pass() -> None:
         assert all(torch.equal(one, one.bfloat16().float()) for one in model.parameters())
         raise MemoryError
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+def test_master_weights_outlive_a_shortage_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the values are rounded, after the first of them."""
+    model = tiny_model("llama", torch.float32)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    values = ServedValues(model, published=torch.bfloat16)
+    left = [3]
+    to = torch.Tensor.to
+
+    def limited(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return to(tensor, *given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", limited)
+        with pytest.raises(torch.OutOfMemoryError), values.in_place():
+            pass
+    for name, one in model.named_parameters():
+        assert torch.equal(one.detach(), before[name])

@@ -32,12 +32,26 @@ def test_engine_computes_the_probe_of_a_publication(
     snapshot: Snapshot = actor.receive(TakeSnapshot(step=1))
     assert snapshot.probe is not None
     assert {one.dtype for one in snapshot.tensors} == {dtype}
-    probe = Probe(ids=tuple(snapshot.probe.ids), logprobs=tuple(snapshot.probe.logprobs))
-    engine = Policy.build(str(model_path), dtype="float32", device="cpu")
+    probe = Probe(
+        ids=tuple(snapshot.probe.ids),
+        logprobs=tuple(snapshot.probe.logprobs),
+        published=tuple(snapshot.probe.published),
+    )
+    assert bool(probe.published) == (dtype == "bfloat16" and not lora_rank)
     tensors = {one.name: one for one in snapshot.tensors}
-    adopt(engine, engine.stage(tensors, version=1), probe)
-    assert engine.version == 1
-    wrong = replace(probe, logprobs=tuple(one - 1 for one in probe.logprobs))
-    with pytest.raises(UnfitWeights, match=r"differ from the trainer's by (1|0\.99\d*) "):
-        adopt(engine, engine.stage(tensors, version=2), wrong)
-    assert engine.version == 1
+    for served in {"float32", dtype}:
+        engine = Policy.build(str(model_path), dtype=served, device="cpu")
+        adopt(engine, engine.stage(tensors, version=1), probe)
+        assert engine.version == 1
+        wrong = replace(probe, logprobs=tuple(one - 1 for one in probe.logprobs))
+        with pytest.raises(
+            UnfitWeights, match=r"differ from the trainer's by (1|0\.9\d*|1\.0\d*) "
+        ):
+            adopt(engine, engine.stage(tensors, version=2), wrong)
+        if probe.published:
+            wrong = replace(probe, published=tuple(one - 1e-3 for one in probe.published))
+            with pytest.raises(UnfitWeights, match=r"differ from the trainer's by 0\.001 "):
+                adopt(engine, engine.stage(tensors, version=2), wrong)
+        assert engine.version == 1
+    again: Snapshot = actor.receive(TakeSnapshot(step=1))
+    assert again.probe == snapshot.probe

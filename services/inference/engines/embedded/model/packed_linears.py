@@ -32,6 +32,7 @@ class PackedLinear:
     """One linear layer: packed from the first `serve` on, before that the plain one."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
+        self.layer = layer
         self.weight = layer.weight
         self._bias = layer.bias
         self._type = layer.weight.dtype

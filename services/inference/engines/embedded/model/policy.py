@@ -6,7 +6,8 @@ does not change the served weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,6 +40,7 @@ from services.inference.engines.embedded.model.packed_linears import (
     packable,
     placeholder,
 )
+from services.inference.engines.embedded.model.wide_pass import widened
 from services.inference.engines.embedded.recurrent.layers import RecurrentLayers, Sequences
 from services.inference.engines.tensor_bytes import DTYPES, from_named, is_finite
 from services.inference.engines.weight_checks import (
@@ -58,6 +60,8 @@ class StagedWeights:
     """Placeholders for matrices that only packed layers read."""
     rounded: bool
     """Whether they were published or are served in 16 bits."""
+    as_published: bool = False
+    """Whether the served values are the published ones: no type has rounded them."""
     packed: tuple[Packed | None, ...] = ()
     """For each packed layer; None: the plain matrix."""
     identity: bytes = b""
@@ -83,7 +87,7 @@ class Policy:
         self._recurrent = RecurrentLayers(model)
         self._fit: Fit | None = None
         """For attention layers that are not stored as they are."""
-        self.dtype = matrix_type(model)
+        self.dtype = self._computed_type = matrix_type(model)
         if numerics.is_narrow(self.dtype):
             numerics.patch(model)
             numerics.store_narrow(model, self.dtype)
@@ -162,7 +166,7 @@ class Policy:
         with (
             routed(passed),
             self._recurrent.used(recurrent),
-            numerics.autocast(self.device, self.dtype),
+            numerics.autocast(self.device, self._computed_type),
         ):
             output = self.module(
                 input_ids=ids_N[None],
@@ -175,6 +179,16 @@ class Policy:
             self.routes_NX = _rows(passed, self._route_shape)
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Context in which passes compute in float32; see `widened`."""
+        self._computed_type = torch.float32
+        try:
+            with widened(self.module, self._packable):
+                yield
+        finally:
+            self._computed_type = self.dtype
 
     def _measure(self) -> KvShape:
         """Run one token to find the shape of keys, values and states, independent of the config's
@@ -229,7 +243,7 @@ class Policy:
         names = match_names([w.names for w in self._weights], tensors, version=version)
         staged: list[torch.Tensor] = []
         packed: dict[int, Packed] = {}
-        rounded = False
+        rounded, as_published = False, True
         digest = None if architecture is None else xxhash.xxh3_128(architecture)
         for name, weight in zip(names, self._weights, strict=True):
             tensor = self._converted(tensors[name], weight.tensor, version=version)
@@ -238,10 +252,12 @@ class Policy:
             staged.append(self._pack(weight, tensor, packed))
             kinds = (DTYPES[tensors[name].dtype], weight.tensor.dtype)
             rounded |= any(kind.is_floating_point and kind.itemsize < 4 for kind in kinds)
+            as_published &= torch.promote_types(*kinds) == weight.tensor.dtype
         return StagedWeights(
             version=version,
             tensors=tuple(staged),
             rounded=rounded,
+            as_published=as_published,
             packed=tuple(packed[id(layer.weight)] for layer in self._packable),
             identity=b"" if digest is None else digest.digest(),
             drafts=self._stage_drafts(tensors, version=version),

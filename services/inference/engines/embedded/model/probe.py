@@ -1,18 +1,22 @@
 """Whether new weights compute what the trainer computed with them, before they are served.
 
 The probe of a publication has a few tokens and their log-probs. Weights that compute other ones
-(bytes of another type, another model, a defect of an engine) or no numbers are not served.
+(bytes of another type, another model, a defect of an engine) or no numbers are not served. A second
+pass, in float32, compares weights in 16 bits with the trainer's forward on their rounded values.
 
 Shape suffixes as in kv/attention.py; V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from forge.core.errors import ResourceExhausted
+from forge.rl.model.capabilities import one_line
+from forge.runtime.telemetry import log
 from services.inference.engines.base import Probe
 from services.inference.engines.embedded.kv.attention import (
     Heads,
@@ -28,6 +32,10 @@ _RETRY_AFTER_S = 1.0
 _ROUNDED_TOLERANCE = 0.12
 """Largest mean error of log-probs in 16 bits, in nats: this engine rounds matrices and their inputs
 alone."""
+_CPU_TOLERANCE = 2e-4
+"""The same in float32 over values in 16 bits, on a CPU."""
+_DEVICE_TOLERANCE = 1e-3
+"""The same on another device, whose sums have another order."""
 
 
 def adopt(policy: Policy, staged: StagedWeights, probe: Probe | None) -> None:
@@ -39,7 +47,7 @@ def adopt(policy: Policy, staged: StagedWeights, probe: Probe | None) -> None:
     if before is None:
         raise _no_memory(staged, "their swap", swapped.shortage)
     try:
-        check = partial(_check, policy, probe, rounded=staged.rounded)
+        check = partial(_check, policy, probe, staged)
         if shortage := attempt(check, policy.device).shortage:
             raise _no_memory(staged, "the pass of their probe", shortage)
     except BaseException:
@@ -55,13 +63,46 @@ def _no_memory(staged: StagedWeights, work: str, shortage: str) -> ResourceExhau
 
 
 @torch.inference_mode()
-def _check(policy: Policy, probe: Probe | None, *, rounded: bool) -> None:
+def _check(policy: Policy, probe: Probe | None, staged: StagedWeights) -> None:
     version = policy.version
     ids = probe_ids(probe, policy.limits, version=version)
     found: list[float] = logprobs(policy, ids).tolist()
     check_probe(
-        probe, found, version=version, rounded=rounded, rounded_tolerance=_ROUNDED_TOLERANCE
+        probe,
+        found,
+        version=version,
+        rounded=staged.rounded,
+        rounded_tolerance=_ROUNDED_TOLERANCE,
     )
+    if probe is not None and probe.published and staged.as_published:
+        _check_in_float32(policy, replace(probe, logprobs=probe.published))
+
+
+def _check_in_float32(policy: Policy, probe: Probe) -> None:
+    """Compare with the trainer's forward on the same values, without any rounding: so faults show
+    that are as small as rounding. A model that cannot compute so is served without."""
+    try:
+        tried = attempt(partial(_wide_logprobs, policy, probe.ids), policy.device)
+        reason = tried.shortage
+    except (RuntimeError, TypeError) as error:
+        reason = one_line(error)
+    if reason:
+        log.warning("float32_probe_not_computed", weight_version=policy.version, reason=reason)
+        return
+    assert tried.result is not None
+    check_probe(
+        probe,
+        tried.result,
+        version=policy.version,
+        rounded=True,
+        rounded_tolerance=_CPU_TOLERANCE if policy.device.type == "cpu" else _DEVICE_TOLERANCE,
+    )
+
+
+def _wide_logprobs(policy: Policy, ids: tuple[int, ...]) -> list[float]:
+    with policy.in_float32():
+        found: list[float] = logprobs(policy, ids).tolist()
+    return found
 
 
 def logprobs(policy: Policy, ids: tuple[int, ...]) -> torch.Tensor:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.inference.model_families import families
 from forge.rl.model.probe import randomize
 from forge.rl.model.small_config import small_config
 from services.inference.engines.base import Probe, UnfitWeights
+from services.inference.engines.embedded.model import packed_linears
 from services.inference.engines.embedded.model.policy import Policy
-from services.inference.engines.embedded.model.probe import adopt
+from services.inference.engines.embedded.model.probe import adopt, logprobs
 from services.inference.engines.probes import PROBE_TOKENS
 from services.inference.engines.tensor_bytes import DTYPES, to_named
 from tests.support.suite.matrix import usual
@@ -46,6 +49,12 @@ def permuted_head(state: State, heads: int) -> State:
     by_head = state[name].unflatten(0, (heads, -1)).clone()
     by_head[0] = by_head[0].roll(1, 0)
     return state | {name: by_head.flatten(0, 1)}
+
+
+def scaled_norm(state: State, heads: int) -> State:
+    """One norm a quarter larger."""
+    name = next(name for name in state if "norm" in name and "layers.1" in name)
+    return state | {name: 1.25 * state[name] + 0.25 * (state[name].abs() < 0.5)}
 
 
 def swapped_experts(state: State, heads: int) -> State:
@@ -78,6 +87,14 @@ def probe_of(model: Any) -> Probe:
     return Probe(ids=tuple(ids), logprobs=tuple(found.tolist()))
 
 
+def rounded(model: Any) -> Any:
+    """A copy whose parameters have their values in bfloat16."""
+    copy = deepcopy(model)
+    for one in copy.parameters():
+        one.data = one.data.bfloat16().float()
+    return copy
+
+
 def serve(policy: Policy, state: Mapping[str, torch.Tensor], dtype: str, probe: Probe) -> None:
     named = {name: to_named(name, one.to(DTYPES[dtype])) for name, one in state.items()}
     adopt(policy, policy.stage(named, version=policy.version + 1), probe)
@@ -106,6 +123,68 @@ def test_probe_separates_right_weights_from_planted_faults(
         with pytest.raises(UnfitWeights):
             serve(policy, fault(state, config.num_key_value_heads), dtype, probe)
         assert policy.version == 1
+
+
+@pytest.mark.parametrize("least", [1, 1 << 40])
+@pytest.mark.parametrize("family", usual(FAMILIES, "llama", "qwen3_moe", "qwen3_next"))
+def test_log_probs_of_published_values_show_small_faults_in_16_bits(
+    family: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One norm times 1.25, a permuted head, swapped experts, with packed matrices and plain ones;
+    afterwards the engine computes in 16 bits as before."""
+    monkeypatch.setattr(packed_linears, "_LEAST_NARROW", least)
+    config, model = random_model(family)
+    config.save_pretrained(tmp_path)
+    policy = Policy.build(str(tmp_path), dtype="bfloat16", device="cpu")
+    state = dict(model.state_dict())
+    probe = replace(probe_of(model), published=probe_of(rounded(model)).logprobs)
+    serve(policy, state, "bfloat16", probe)
+    before = logprobs(policy, probe.ids)
+    faults = [scaled_norm, permuted_head]
+    if any("experts" in name and one.dim() == 3 for name, one in state.items()):
+        faults.append(swapped_experts)
+    for fault in faults:
+        with pytest.raises(UnfitWeights):
+            serve(policy, fault(state, config.num_key_value_heads), "bfloat16", probe)
+    assert policy.version == 1
+    assert torch.equal(logprobs(policy, probe.ids), before)
+
+
+@pytest.mark.parametrize("family", usual(("gemma2", "llama", "qwen3"), "qwen3"))
+def test_log_probs_of_published_values_show_another_rotary_base(
+    family: str, tmp_path: Path
+) -> None:
+    """By a tenth, in 16 bits."""
+    config, model = random_model(family)
+    probe = replace(probe_of(model), published=probe_of(rounded(model)).logprobs)
+    config.rope_parameters["rope_theta"] *= 1.1
+    config.save_pretrained(tmp_path)
+    policy = Policy.build(str(tmp_path), dtype="bfloat16", device="cpu")
+    with pytest.raises(UnfitWeights):
+        serve(policy, model.state_dict(), "bfloat16", probe)
+    serve(policy, model.state_dict(), "bfloat16", replace(probe, published=()))
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no kernel"), MemoryError()])
+def test_model_that_cannot_compute_in_float32_is_served_without_that_check(
+    failure: Exception, tmp_path: Path
+) -> None:
+    """The log has the reason."""
+    config, model = random_model("qwen3")
+    config.save_pretrained(tmp_path)
+    policy = Policy.build(str(tmp_path), dtype="bfloat16", device="cpu")
+    probe = replace(probe_of(model), published=probe_of(rounded(model)).logprobs)
+
+    def check(module: Any, given: Any) -> None:
+        if policy._computed_type is torch.float32:
+            raise failure
+
+    policy.module.register_forward_pre_hook(check)
+    with capture_logs() as logged:
+        serve(policy, model.state_dict(), "bfloat16", probe)
+    assert policy.version == 1
+    assert "float32_probe_not_computed" in [line["event"] for line in logged]
+    assert policy._computed_type is torch.bfloat16
 
 
 @pytest.mark.parametrize("family", usual(("gemma2", "llama", "qwen3"), "qwen3"))

@@ -1,0 +1,77 @@
+"""The probe of a publication: what its weights compute on a few tokens.
+
+Engines compare their own log-probs with it before they serve the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import torch
+
+from forge.core.prefix_tree import Sample
+from forge.rl.model.policy import TreePolicy
+from forge.rl.model.probe import as_sample, own_logprobs
+from forge.rl.model.served_weights import ServedValues
+from forge.rl.numerics import is_narrow
+from forge.rl.out_of_memory import memory_shortage
+from forge.runtime.telemetry import log
+from forge.runtime.weights import WeightProbe
+
+PROBE_TOKENS = 16
+
+
+@torch.no_grad()
+def make_probe(policy: TreePolicy, *, published: torch.dtype | None) -> WeightProbe:
+    """Compute a few tokens under the present weights, by the model's own forward in float32; if
+    `published` has 16 bits also under their published values. None: not under those."""
+    config = policy.model.config.get_text_config(decoder=True)
+    count = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
+    ids = Random(PROBE_TOKENS).choices(range(min(policy.vocabulary, config.vocab_size)), k=count)
+    sample = as_sample(ids)
+    with policy.attention.stock():
+        logprobs = _logprobs(policy, sample)
+        rounded = _published(policy, sample, published) if published is not None else []
+    return WeightProbe(ids=ids, logprobs=logprobs, published=rounded)
+
+
+def _logprobs(policy: TreePolicy, sample: Sample) -> list[float]:
+    found: list[float] = policy.run(lambda: own_logprobs(policy.model, sample)).tolist()
+    return found
+
+
+@contextmanager
+def _rounded_buffers(model: Any, published: torch.dtype) -> Iterator[None]:
+    """Context in which the buffers among the weights have their published values, too."""
+    state = model.state_dict(keep_vars=True).values()
+    buffers = [one for one in state if not isinstance(one, torch.nn.Parameter)]
+    kept = [one.data for one in buffers]
+    try:
+        for one in buffers:
+            if one.is_floating_point():
+                one.data = one.data.to(published).to(one.dtype)
+        yield
+    finally:
+        for one, data in zip(buffers, kept, strict=True):
+            one.data = data
+
+
+def _published(policy: TreePolicy, sample: Sample, published: torch.dtype) -> list[float]:
+    """Log-probs under the published values; empty where they are the present ones, and without
+    memory for them beside the present ones."""
+    wide = all(one.dtype == torch.float32 for one in policy.model.parameters())
+    if not is_narrow(published) or not wide:
+        return []
+    try:
+        served = ServedValues(policy.model, published=published)
+        with served.in_place(), _rounded_buffers(policy.model, published):
+            return _logprobs(policy, sample)
+    except (RuntimeError, MemoryError) as error:
+        shortage = memory_shortage(error)
+        if not shortage:
+            raise
+    log.warning("published_probe_without_memory", reason=shortage)
+    return []
