@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
-from forge.core.placement.prefix_cache import Match
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Piece, Prompt
 from services.inference.engines.embedded.arrivals import Arrivals
@@ -149,7 +148,7 @@ class DecodeActor(ThreadActor):
         reserved = self._reserved[prompt.request_id]
         match = reserved.match
         try:
-            arrived = self._arrived(join, match)
+            arrived = self._arrived(join, reserved)
         except BaseException:
             self._unreserve(prompt.request_id)
             raise
@@ -186,14 +185,17 @@ class DecodeActor(ThreadActor):
             )
         )
 
-    def _arrived(self, join: Join, match: Match) -> Arrived:
+    def _arrived(self, join: Join, reserved: Reservation) -> Arrived:
         """Decode the keys and values of a prompt behind its match in the cache. Raises Unavailable
         without weights, ResourceExhausted if too many requests wait, or if these weights are to
         compute what this engine has computed by others."""
-        version = self._policy.version
+        version, match = self._policy.version, reserved.match
         if version == 0:
             raise Unavailable("no weights have been loaded yet")
-        if self._recompute and join.span.kept is not None and join.span.version != version:
+        own = {join.span.version} if join.span.kept is not None else set()
+        if match.tokens:
+            own.add(reserved.version)
+        if self._recompute and own - {version}:
             raise sent_back(join.prompt, f"by weights {version}")
         if len(self._waiting) >= self._max_waiting:
             raise ResourceExhausted(

@@ -44,7 +44,7 @@ class PartRead:
     """A prompt that is still computed; its first `tokens` tokens do not change any more."""
 
     kv: torch.Tensor
-    """Recurrent states, as `HeldPrompt.recurrent`."""
+    """[layers, 2, heads, tokens, head_size], of the whole prompt."""
     tokens: int
     version: int
 

@@ -49,17 +49,22 @@ def read_block(path: Path, *, identity: bytes, chain: bytes) -> memoryview | Non
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            data = bytearray(size)
-            read = file.readinto(data)
+            header = file.read(_HEADER.size)
+            if len(header) < _HEADER.size:
+                raise BadBlock("truncated")
+            magic, found_identity, found_chain, length, checksum = _HEADER.unpack(header)
+            if (magic, found_identity, found_chain) != (MAGIC, identity, chain):
+                raise BadBlock("foreign")
+            if size != _HEADER.size + length:
+                raise BadBlock("truncated")
+            content = memoryview(bytearray(length))
+            filled = 0
+            # One read has at most 2 GiB.
+            while filled < length and (read := file.readinto(content[filled:])):
+                filled += read
     except FileNotFoundError:
         return None
-    if read != size or size < _HEADER.size:
-        raise BadBlock("truncated")
-    magic, found_identity, found_chain, length, checksum = _HEADER.unpack_from(data)
-    if (magic, found_identity, found_chain) != (MAGIC, identity, chain):
-        raise BadBlock("foreign")
-    content = memoryview(data)[_HEADER.size :]
-    if len(content) != length:
+    if filled < length:
         raise BadBlock("truncated")
     if xxhash.xxh3_128_digest(content) != checksum:
         raise BadBlock("corrupt")

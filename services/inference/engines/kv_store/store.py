@@ -142,7 +142,9 @@ class KvStore:
         self._writer.join(_CLOSE_S)
         self._closing.set()
         self._writer.join(_CLOSE_S)
-        self._directory.close()
+        # A writer that hangs in the file system would lock and write another file of that number.
+        if not self._writer.is_alive():
+            self._directory.close()
 
     def _is_worth_reading(self) -> bool:
         slower = self._read_rate.seconds > self._compute_rate.seconds > 0

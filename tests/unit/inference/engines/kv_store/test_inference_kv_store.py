@@ -193,6 +193,43 @@ def test_full_queue_of_writes_drops_blocks(tmp_path: Path, monkeypatch: pytest.M
     assert files(tmp_path) == []
 
 
+def test_foreign_file_of_any_size_takes_no_memory(tmp_path: Path) -> None:
+    """It is refused by its first bytes, and removed."""
+    store = open_store(tmp_path)
+    fill(store, prompt(0))
+    store.close()
+    path = next(one for one in tmp_path.rglob("*/*/*") if one.is_file())
+    path.write_bytes(b"another file")
+    os.truncate(path, 1 << 42)
+    before = BLOCKS.labels("foreign")._value.get()
+    store = open_store(tmp_path)
+    found = blocks_of(store, prompt(0))
+    store.close()
+    assert len(found) < 10
+    assert BLOCKS.labels("foreign")._value.get() == before + 1
+    assert not path.exists()
+
+
+def test_store_that_closes_keeps_the_lock_file_of_a_writer_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file may get its number, and the writer would write the size to that."""
+    monkeypatch.setattr("services.inference.engines.kv_store.store._CLOSE_S", 0.01)
+    store, go_on = open_store(tmp_path), Event()
+    lock = store._directory._lock
+
+    def encode(start: int, end: int) -> bytes:
+        go_on.wait()
+        return content_of(prompt(0), start, end)
+
+    store.write(prompt(0), after_token=0, encode=encode)
+    store.close()
+    os.fstat(lock)
+    go_on.set()
+    store._writer.join()
+    os.close(lock)
+
+
 def test_directory_that_cannot_be_made_is_an_error_of_the_settings(tmp_path: Path) -> None:
     """It names the setting and the path."""
     (tmp_path / "file").write_text("")

@@ -133,6 +133,31 @@ def test_prompt_read_before_a_swap_is_read_again(tmp_path: Path) -> None:
     assert answer.ids == greedy_of(reference("qwen3"), LONG[0], 16)
 
 
+def test_prefix_reserved_before_a_swap_is_read_again(tmp_path: Path) -> None:
+    """With `recompute`, also if another worker has computed the rest of the prompt."""
+    both = BothByHand(tmp_path, recompute_on_update=True)
+    known = prompt_ids(64, seed=1)
+    both.read(known)
+    while both.work():
+        pass
+    ids = known + prompt_ids(20, seed=2)
+    (prompt,) = both.read(ids)
+    while both.work():
+        pass
+    cached = both.reserve(prompt)
+    assert cached >= 64
+    both.swap(2, seed=1)
+    with pytest.raises(ResourceExhausted, match="read again by weights 2"):
+        both.sample(prompt, cached=cached, sent=True)
+    (again,) = both.read(ids)
+    while both.work():
+        pass
+    answer = both.sample(again)
+    while both.work():
+        pass
+    assert answer.ids == greedy_of(reference("qwen3", seed=1), ids, 16)
+
+
 def test_swap_without_memory_for_its_probe_is_repeated(
     both: BothByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
