@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from forge.core.errors import NotFound, ResourceExhausted
 from services.inference.engines.base import Prompt
+from services.inference.engines.embedded.model.policy import Policy
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Pair, is_greedy, prompt_ids, published, reference
 
@@ -133,6 +134,26 @@ async def test_equal_prompts_use_memory_once(start_separate: Start) -> None:
         assert len(await asyncio.gather(*read)) == 8
         spans = [await pair.prefill.fetch_kv(each.request_id, from_token=0) for each in prompts]
     assert len({span.data for span in spans}) == 1
+
+
+async def test_weights_without_memory_to_stage_leave_those_before(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused with a retryable error, and may be loaded later."""
+    old, new = (reference("qwen3", seed=seed) for seed in (0, 1))
+    async with start() as pair:
+        await pair.load(published(old), version=1)
+        with monkeypatch.context() as patched:
+
+            def stage(policy: Policy, *given: Any, **named: Any) -> Any:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+            patched.setattr(Policy, "stage", stage)
+            with pytest.raises(ResourceExhausted, match="weights 2: no memory"):
+                await pair.load(published(new), version=2)
+        assert is_greedy(old, prompt_ids(20), (await pair.sample(prompt_ids(20))).ids)
+        await pair.load(published(new), version=2)
+        assert is_greedy(new, prompt_ids(20), (await pair.sample(prompt_ids(20))).ids)
 
 
 async def test_prompt_larger_than_memory_is_refused(start: Start) -> None:

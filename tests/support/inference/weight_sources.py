@@ -170,12 +170,17 @@ class Engine:
 
     loaded: dict[int, dict[str, bytes]] = field(default_factory=dict)
     refuses: set[int] = field(default_factory=set)
+    lacks_memory: list[int] = field(default_factory=list)
+    """Versions; each is without memory once."""
 
     async def load(
         self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
     ) -> None:
         if version in self.refuses:
             raise BrokenWeights(f"weights {version}: a has NaN")
+        if version in self.lacks_memory:
+            self.lacks_memory.remove(version)
+            raise MemoryError
         self.loaded[version] = {name: bytes(one.data) for name, one in tensors.items()}
 
 

@@ -163,16 +163,17 @@ class WeightFollower:
                 log.info("weight_fetch_interrupted", reason=str(error))
             except (BrokenWeights, UnfitWeights) as error:
                 await self._refuse(announced, error)
-            except ForgeError as error:
+            except (ForgeError, MemoryError) as error:
                 FETCH_FAILURES.inc()
                 pause_s = backoff.next_s()
+                reason = str(error) or "out of memory"
                 log.warning(
                     "weights_not_obtained",
                     weight_version=announced.weight_version,
                     retry_in_s=pause_s,
-                    error=str(error),
+                    error=reason,
                 )
-                await self._announce_error(f"version {announced.weight_version}: {error}")
+                await self._announce_error(f"version {announced.weight_version}: {reason}")
                 # Newer weights end the wait.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), pause_s)

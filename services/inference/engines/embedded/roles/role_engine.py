@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Self
 
-from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument
+from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
@@ -19,6 +19,7 @@ from forge.runtime.telemetry import log
 from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, cache_sizes
+from services.inference.engines.embedded.memory_shortage import attempt
 from services.inference.engines.embedded.messages import Swap
 from services.inference.engines.embedded.model.policy import Policy, StagedWeights
 from services.inference.engines.embedded.roles.wiring import (
@@ -154,7 +155,13 @@ class RoleEngine(ABC):
         self, tensors: Mapping[str, NamedTensor], *, version: int, probe: Probe | None = None
     ) -> None:
         """See `Engine`."""
-        staged = await asyncio.to_thread(self._stage, tensors, version)
+        stage = partial(attempt, partial(self._stage, tensors, version), self._policy.device)
+        tried = await asyncio.to_thread(stage)
+        staged = tried.result
+        if staged is None:
+            raise ResourceExhausted(
+                f"weights {version}: no memory to stage them: {tried.shortage}", retry_after_s=1.0
+            )
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def deliver(refusal: ForgeError | None) -> None:

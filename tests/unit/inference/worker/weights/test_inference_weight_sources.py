@@ -213,6 +213,24 @@ async def test_slow_source_is_not_replaced() -> None:
     assert len(slow.requests) == 1
 
 
+async def test_version_without_memory_is_tried_again() -> None:
+    """The worker goes on with the version before; metadata say why."""
+    trainer = Source()
+    trainer.held |= {1: FIRST, 2: SECOND}
+    async with serving(trainer) as (trainer_at,):
+        worker = Worker(silence_s=60.0)
+        worker.engine.lacks_memory.append(2)
+        worker.publish(1, FIRST, source=trainer_at)
+        await worker.until_serving(1)
+        worker.publish(2, SECOND, source=trainer_at)
+        said = await worker.until_announced(lambda metadata: "weights_error" in metadata)
+        assert said["weights_error"] == "version 2: out of memory"
+        assert said["weight_version"] == "1"
+        assert await worker.until_serving(2) == SECOND
+        await worker.stop()
+    assert [request.weight_version for request in trainer.requests] == [1, 2]
+
+
 async def test_refused_version_leaves_the_one_before_in_service() -> None:
     """Its bytes are not fetched again, metadata and metric say so, and the next version loads."""
     trainer = Source()
