@@ -37,7 +37,8 @@ class Arriving(Protocol):
         """Wait for all tensors. Raises the error of a fetch that fails."""
 
     def keep(self) -> None:
-        """Finish the fetch also if newer weights are announced."""
+        """Finish the fetch also if newer weights are announced, from the first change of the
+        engine on. Raises if the fetch has given way to them before."""
 
 
 class ArrivingEngine(Engine, Protocol):

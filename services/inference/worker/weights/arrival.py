@@ -56,7 +56,7 @@ class Arrival:
 
     def keep(self) -> None:
         """See `Arriving`."""
-        self._fetch.kept = True
+        self._fetch.keep()
 
     async def _news(self) -> None:
         """Wait for data, or the end of the fetch."""

@@ -47,6 +47,10 @@ _NAMED = 3
 """Failed sources in an error; the log has all."""
 
 
+class Interrupted(Exception):
+    """A fetch gave way to newer weights."""
+
+
 class WeightFetch:
     """One version, from its announcement to complete and verified data; may be tried again."""
 
@@ -74,8 +78,8 @@ class WeightFetch:
         """`memory` or `directory` if a file had the version."""
         self.wire_bytes = 0
         """Data that was sent for the complete version."""
-        self.kept = False
-        """Whether it ends also if it is overtaken: the engine loads the first tensors."""
+        self._kept = False
+        self._interrupted = False
         self._asked = ""
         """Address of the newest call."""
         self._sources = sources
@@ -95,6 +99,23 @@ class WeightFetch:
     def received_bytes(self) -> int:
         """Data received so far."""
         return self._assembly.received_bytes if self._assembly is not None else 0
+
+    def begin(self) -> None:
+        """Start an attempt, which may be interrupted."""
+        self._kept = self._interrupted = False
+
+    def keep(self) -> None:
+        """Finish this attempt also if it is overtaken: an engine loads the first tensors. Raises
+        `Interrupted` if it has given way before."""
+        if self._interrupted:
+            raise Interrupted(f"version {self.announced.weight_version} is overtaken")
+        self._kept = True
+
+    def interrupt(self) -> None:
+        """Give way to newer weights unless it is kept. Raises `Interrupted`."""
+        if not self._kept:
+            self._interrupted = True
+            raise Interrupted(f"version {self.announced.weight_version} is overtaken")
 
     @property
     def entries(self) -> Sequence[TensorEntry]:
@@ -133,7 +154,7 @@ class WeightFetch:
                 if isinstance(error, DataLoss) and self._manifest is None:
                     # The source of the wrong bytes is unknown: do not mix sources.
                     self._assembly, self._unmixed = None, True
-                overtaken = self._is_overtaken() and not self.kept
+                overtaken = self._is_overtaken() and not self._kept
                 if self.received_bytes <= before_bytes and overtaken:
                     break
             else:

@@ -42,14 +42,10 @@ from services.inference.worker.metrics import (
     WEIGHT_VERSION,
 )
 from services.inference.worker.weights.arrival import Arrival
-from services.inference.worker.weights.fetch import WeightFetch
+from services.inference.worker.weights.fetch import Interrupted, WeightFetch
 from services.inference.worker.weights.local_weights import LocalWeights
 from services.inference.worker.weights.relay import WeightRelay
 from services.inference.worker.weights.sources import WeightSources
-
-
-class Interrupted(Exception):
-    """A fetch gave way to newer weights."""
 
 
 class WeightFollower:
@@ -160,6 +156,8 @@ class WeightFollower:
                 await self._obtain(announced)
                 backoff.reset()
             except Interrupted as error:
+                self._interrupted = True
+                INTERRUPTED_FETCHES.inc()
                 log.info("weight_fetch_interrupted", reason=str(error))
             except (BrokenWeights, UnfitWeights) as error:
                 await self._refuse(announced, error)
@@ -205,7 +203,7 @@ class WeightFollower:
 
         with self.relay.fetch(announced.weight_version):
             fetch = self._fetch_of(announced)
-            fetch.kept = False
+            fetch.begin()
             run = asyncio.create_task(self._fetched(fetch))
             run.add_done_callback(note)
             try:
@@ -269,9 +267,7 @@ class WeightFollower:
             while not run.done():
                 self._news.clear()
                 if self._is_overtaken(fetch):
-                    self._interrupted = True
-                    INTERRUPTED_FETCHES.inc()
-                    raise Interrupted(f"version {fetch.announced.weight_version} is overtaken")
+                    fetch.interrupt()
                 news = asyncio.ensure_future(self._news.wait())
                 await asyncio.wait((run, news), return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
@@ -287,8 +283,6 @@ class WeightFollower:
         publications would never end.
         """
         wanted, version = self._wanted, fetch.announced.weight_version
-        if fetch.kept:
-            return False
         if self._holds:
             return wanted is not None and wanted.weight_version != version
         newer = wanted is not None and wanted.weight_version > version

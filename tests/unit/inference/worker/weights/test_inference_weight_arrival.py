@@ -11,8 +11,9 @@ from forge.core.errors import ForgeError
 from forge.runtime.weights import ERROR_KEY
 from services.inference.engines.arriving import Arriving, Form
 from services.inference.engines.base import Probe, UnfitWeights
+from services.inference.worker.metrics import INTERRUPTED_FETCHES
 from tests.support.inference.weight_sources import Engine, Source, Worker
-from tests.support.runtime.waiting import until
+from tests.support.runtime.waiting import settle, until
 
 SLICE = 1 << 20
 WEIGHTS = {name: bytes([number]) * SLICE for number, name in enumerate("abcd")}
@@ -26,6 +27,8 @@ class ArrivingEngine(Engine):
     forms: dict[str, Form] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     keeps: bool = False
+    late: asyncio.Event | None = None
+    """When it changes with the first version."""
     fits: bool = True
 
     async def load_arriving(
@@ -34,6 +37,10 @@ class ArrivingEngine(Engine):
         self.forms = dict(arriving.forms)
         if not self.fits:
             raise UnfitWeights(f"weights {version} are of another model")
+        if self.late is not None and version == 1:
+            await self.late.wait()
+            arriving.keep()
+            self.failures.append("began to change")
         if self.keeps:
             arriving.keep()
         found: dict[str, bytes] = {}
@@ -103,11 +110,26 @@ async def test_newer_version_waits_for_a_load_that_has_begun() -> None:
     async with fetching(engine, hangs_after=1) as (worker, trainer, address):
         await until(lambda: engine.seen == ["a"])
         worker.publish(2, WEIGHTS, source=address)
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await settle()
         assert engine.seen == ["a"]
         trainer.go_on.set()
         assert await worker.until_serving(1) == WEIGHTS
+        assert await worker.until_serving(2) == WEIGHTS
+        assert not engine.failures
+
+
+async def test_load_of_an_overtaken_fetch_does_not_begin() -> None:
+    """The fetch has given way before the engine changes; it would never have the rest."""
+    engine = ArrivingEngine(late=asyncio.Event())
+    async with fetching(engine, hangs_after=1) as (worker, trainer, address):
+        await until(lambda: engine.forms)
+        interrupted = INTERRUPTED_FETCHES._value.get()
+        worker.publish(2, WEIGHTS, source=address)
+        await settle()
+        assert engine.late is not None
+        engine.late.set()
+        await until(lambda: INTERRUPTED_FETCHES._value.get() > interrupted)
+        trainer.go_on.set()
         assert await worker.until_serving(2) == WEIGHTS
         assert not engine.failures
 
