@@ -660,7 +660,7 @@ class RewardEvent(_message.Message):
     agents with "agent:", and refuse such ids from graders.
     """
     name: _builtins.str
-    """Source of the reward, e.g. "exact_answer" or "malformed_tool_call"."""
+    """Source of the reward, e.g. "exact_answer" or "malformed_tool_call"; at most 256 bytes."""
     kind: Global___RewardKind.ValueType
     value: _builtins.float
     """Finite, from -1e6 to 1e6. Outcome and speed usually lie in [0, 1], process in [-1, 1]."""

@@ -357,7 +357,7 @@ class CloseSessionRequest(_message.Message):
     AFTER_AGENT_S_FIELD_NUMBER: _builtins.int
     abandon_reason: _builtins.str
     """If set, the trajectory is abandoned instead of sealed: it is stored and never trained. With a
-    session token, the stored reason begins with "agent: ".
+    session token, the stored reason begins with "agent: ". Its first 1000 characters are stored.
     """
     min_turns: _builtins.int
     """Number of turns that the caller saw answered. FAILED_PRECONDITION if the record has fewer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.core.credit.rewards import check_value
+from forge.core.credit.rewards import check_name, check_value
 from forge.core.errors import InvalidArgument, PermissionDenied
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
@@ -51,6 +51,7 @@ def _check_ids(rewards: Sequence[common_pb2.RewardEvent]) -> None:
     for reward in rewards:
         if not reward.event_id or not reward.name:
             raise InvalidArgument(f"a reward needs event_id and name: {reward!s:.200}")
+        check_name(reward.name)
         if reward.kind not in common_pb2.RewardKind.values():
             raise InvalidArgument(
                 f"reward {reward.event_id} has kind {reward.kind}, which is unknown"

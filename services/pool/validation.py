@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import DecodeError
 
-from forge.core.credit.rewards import check_value
+from forge.core.credit.rewards import check_name, check_value
 from forge.core.errors import InvalidArgument
 from forge.core.tasks.validation import check_payload
 from forge.core.token_columns import TOKEN_BYTES, float32_array, int32_array
@@ -30,6 +30,9 @@ from services.pool.storage.records import TurnHead
 
 MAX_LOOKED_UP = 10_000
 """Ids in one LookUpGroups or EraseTrajectories call."""
+MAX_REASON_CHARS = 1000
+"""Longest reason of an abandoned trajectory, which may be an agent's, or of a tombstone; a longer
+one is cut."""
 MAX_MOVED = 1000
 """Groups in one ImportGroups, ExportGroups or MarkGroupsMoved call."""
 _ERASURE_ID = re.compile(r"[A-Za-z0-9-]{0,64}")
@@ -144,7 +147,7 @@ def seal_trajectory(
         turns=request.turns,
         rewards=_rewards(request.rewards),
         state=request.state,
-        reason=request.reason,
+        reason=request.reason[:MAX_REASON_CHARS],
         sealed_unix_s=now_unix_s,
         closing_agent_s=request.closing_agent_s if request.HasField("closing_agent_s") else None,
     )
@@ -163,6 +166,7 @@ def _reward(reward: common_pb2.RewardEvent) -> common_pb2.RewardEvent:
         )
     if not reward.name:
         raise InvalidArgument(f"reward {reward.event_id} has no name")
+    check_name(reward.name)
     if reward.kind not in common_pb2.RewardKind.values() or not reward.kind:
         raise InvalidArgument(f"reward {reward.event_id} has kind {reward.kind}, which is unknown")
     check_value(reward.name, reward.value)
@@ -242,7 +246,10 @@ def set_group_states(
         if change.state not in common_pb2.GroupState.values() or not change.state:
             raise InvalidArgument(f"group {change.task_id} has unknown state {change.state}")
         states[check_task_id(change.task_id)] = common_pb2.GroupRecord(
-            state=change.state, batch_id=change.batch_id, step=change.step, reason=change.reason
+            state=change.state,
+            batch_id=change.batch_id,
+            step=change.step,
+            reason=change.reason[:MAX_REASON_CHARS],
         )
     return SetGroupStates(
         states=states,

@@ -171,7 +171,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         reports = [
             Report(
                 trajectory_id=result.trajectory_id,
-                error=result.error,
+                error=result.error[: validation.MAX_ERROR_CHARS],
                 permanent=result.permanent,
                 kind=validation.failure_kind(result.kind),
                 summary=summaries.get(result.trajectory_id),

@@ -19,6 +19,8 @@ from forge.core.trajectory import check_task_id, parse_trajectory_id
 from forge.v1 import common_pb2, scheduler_pb2
 
 MAX_TAG_BYTES = 200
+MAX_ERROR_CHARS = 1000
+"""Longest error of an attempt; a longer one is cut."""
 MAX_ROLLOUTS = 1024
 """Most rollouts of one LeaseRollouts call."""
 MAX_DECLARED = 4096

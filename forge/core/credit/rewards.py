@@ -23,6 +23,8 @@ from forge.core.errors import InvalidArgument
 RewardKind = Literal["outcome", "process", "speed", "agent"]
 MAX_REWARD = 1e6
 """Largest magnitude of a reward; a larger one is an error of its source."""
+MAX_NAME_BYTES = 256
+"""Longest name of a reward, in UTF-8: each read of a trajectory has the names of its rewards."""
 
 _ROUNDING = 1e-9
 """Rounding error of a quotient."""
@@ -54,6 +56,15 @@ class RewardWeights:
     tools and clocks. Near the domain's usual completion time, 0.05 is a fifth of that time."""
     gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Discount per turn of later rewards; 1 credits every turn with the full outcome."""
+
+
+def check_name(name: str) -> None:
+    """Raises `InvalidArgument` for a name that is too long."""
+    length = len(name.encode())
+    if length > MAX_NAME_BYTES:
+        raise InvalidArgument(
+            f"reward {name[:40]!r} has a name of {length} bytes; at most {MAX_NAME_BYTES}"
+        )
 
 
 def check_value(name: str, value: float, *, most: float = MAX_REWARD) -> None:

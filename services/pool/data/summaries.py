@@ -22,6 +22,9 @@ from services.pool.storage.tables import Table
 
 FREED_OUTCOME = "outcome"
 """Name and id of the one event that is left of the rewards of a freed trajectory."""
+MOST_SUMMARY_BYTES = 1 << 20
+"""Largest summary with all rewards: a message has room for four."""
+SHORT_REASON_CHARS = 200
 
 
 def header_of(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
@@ -82,8 +85,9 @@ def summarize(
 def summary_of(
     records: Records, name: TrajectoryName, header: TrajectoryHeader
 ) -> common_pb2.TrajectorySummary:
-    """The summary with the turns that `header` counts."""
-    return common_pb2.TrajectorySummary(
+    """The summary with the turns that `header` counts; in one that would not fit a message, the
+    outcome is the only reward."""
+    summary = common_pb2.TrajectorySummary(
         trajectory_id=name.trajectory_id,
         task_id=name.task_id,
         state=common_pb2.TrajectoryState.ValueType(header.state),
@@ -98,6 +102,18 @@ def summary_of(
         freed=header.freed,
         prompt_tokens=header.prompt_tokens,
     )
+    if summary.ByteSize() > MOST_SUMMARY_BYTES:
+        shorten(summary)
+    return summary
+
+
+def shorten(summary: common_pb2.TrajectorySummary) -> None:
+    """Removes the rewards that are no outcome, and the end of a long reason, which earlier versions
+    stored whole."""
+    outcomes = [one for one in summary.rewards if one.kind == common_pb2.REWARD_KIND_OUTCOME]
+    del summary.rewards[:]
+    summary.rewards.extend(outcomes)
+    summary.reason = summary.reason[:SHORT_REASON_CHARS]
 
 
 def _rewards(

@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from forge.core.errors import DataLoss, NotFound
-from forge.core.trajectory import TrajectoryName
+from forge.core.queue.dispatch.failures import FailureKind, kind_of_abandoned
+from forge.core.trajectory import TrajectoryName, parse_trajectory_id
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.closed_digests import checked_rewards, checked_turns
-from services.pool.data.summaries import header_of, summarize
+from services.pool.data.summaries import header_of, shorten, summarize
 from services.pool.storage.groups.group_records import group_record, group_state, intact_state
 from services.pool.storage.groups.settled_counts import commit_of
 from services.pool.storage.keys import (
@@ -29,6 +30,9 @@ from services.pool.storage.keys import (
 from services.pool.storage.records import Payload, Records, is_intact_entry, turn_of_payload
 from services.pool.storage.tables import Table
 
+MOST_GROUP_BYTES = 2 << 20
+"""Largest group of a scan with all that is stored of its trajectories: a page of other groups comes
+before it in the same message."""
 _LENGTH_DELIMITED = 2
 
 
@@ -282,4 +286,31 @@ def _scanned(
         else:
             assert summary is not None, "its key was just read"
             response.trajectories.append(summary)
+    if response.ByteSize() > MOST_GROUP_BYTES:
+        _shorten(response)
     return response
+
+
+def _shorten(response: pool_pb2.ScanGroupsResponse) -> None:
+    """Keeps what a leader needs of a group that would not fit a message: outcomes, and of the
+    attempts that the infrastructure ended the newest of each rollout."""
+    for summary in response.trajectories:
+        shorten(summary)
+    if response.ByteSize() <= MOST_GROUP_BYTES:
+        return
+    named = [(parse_trajectory_id(one.trajectory_id), one) for one in response.trajectories]
+    newest: dict[int, int] = {}
+    for name, _ in named:
+        newest[name.rollout_index] = max(name.attempt, newest.get(name.rollout_index, 0))
+    kept = [
+        summary
+        for name, summary in named
+        if name.attempt == newest[name.rollout_index] or not _is_lost(summary)
+    ]
+    del response.trajectories[:]
+    response.trajectories.extend(kept)
+
+
+def _is_lost(summary: common_pb2.TrajectorySummary) -> bool:
+    abandoned = summary.state == common_pb2.TRAJECTORY_STATE_ABANDONED
+    return abandoned and kind_of_abandoned(summary.reason) is FailureKind.INFRASTRUCTURE
