@@ -8,13 +8,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from forge.core.errors import FailedPrecondition, Unavailable
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
+from forge.runtime.coordination.shard_record import gone_shards
 from forge.runtime.process.allocator import keep_freed_memory, settle
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.serving_groups import kind_in
 from forge.runtime.telemetry import log
 from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.session import SessionSettings
+from services.gateway.actors.shard_writer import AppendStream
 from services.gateway.admission import CallAdmission
 from services.gateway.config import GatewayConfig
 from services.gateway.external.api import ExternalApi
@@ -190,7 +193,7 @@ class GatewayApp:
                 tenants=self._tenants,
             ),
             settings=settings,
-            open_stream=lambda shard: partial(pool.open_append_stream, shard),
+            open_stream=lambda shard: partial(self._open_stream, pool, shard),
             clock=time.monotonic,
         )
 
@@ -239,6 +242,17 @@ class GatewayApp:
         await self._http.start_shared(
             config.host, config.http.shared_port, config.instance_id, peers=peers
         )
+
+    async def _open_stream(self, pool: Pool, shard: str) -> AppendStream:
+        """Opens a stream for turns. Raises `Unavailable`, `FailedPrecondition` for a shard that was
+        retired or declared lost."""
+        try:
+            return await pool.open_append_stream(shard)
+        except Unavailable as error:
+            gone = await gone_shards(self._context.coordinator, frozenset({shard}))
+            if shard not in gone:
+                raise
+            raise FailedPrecondition(f"pool shard {shard} {gone[shard].gone_text}") from error
 
     async def _sweep(self, idle_s: float) -> None:
         while True:

@@ -298,7 +298,7 @@ class Sessions:
         """Rebuilds a session after another gateway used the number of its turn; retries until the
         pool answers."""
         session = self._sessions.get(trajectory_id)
-        while session is not None:
+        while session is not None and trajectory_id in session.backlog.contested:
             try:
                 async with self.use_session(session.claims) as session:
                     await session.actor.ask(Reread(), timeout_s=REREAD_TIMEOUT_S)

@@ -34,7 +34,7 @@ ROLES: Mapping[str, EtcdRole] = {
     "scheduler": EtcdRole(
         writes=("services/scheduler/", "leader/scheduler", "scheduler/", "pool/shards/")
     ),
-    "gateway": EtcdRole(writes=("services/gateway/",)),
+    "gateway": EtcdRole(reads=(*_SHARED, "pool/shards/"), writes=("services/gateway/",)),
     "inference": EtcdRole(
         reads=(*_SHARED, "weights/"),
         writes=tuple(

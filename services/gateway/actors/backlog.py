@@ -113,6 +113,14 @@ class Backlog:
         for turn in turns:
             self.add_turn(turn)
 
+    def refuse_all(self, refusal: str) -> None:
+        """Removes all turns: no shard will store them."""
+        for trajectory_id in list(self.by_trajectory):
+            self.replace_turns(trajectory_id, ())
+            self.store_refusal(trajectory_id, refusal)
+            self.complete_flushes(trajectory_id)
+        self.unsent.clear()
+
     def complete_flushes(self, trajectory_id: str) -> None:
         """Completes the flushes of a trajectory if none of its turns waits."""
         if trajectory_id in self.by_trajectory:

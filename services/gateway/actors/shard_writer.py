@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import grpc.aio
 
-from forge.core.errors import DeadlineExceeded, ForgeError, Unavailable
+from forge.core.errors import DeadlineExceeded, FailedPrecondition, ForgeError, Unavailable
 from forge.runtime.actors.actor import Actor
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import CHUNK_BYTES, chunked, split
@@ -55,7 +55,8 @@ class AppendStream(Protocol):
 
 
 OpenStream = Callable[[], Awaitable[AppendStream]]
-"""Opens a stream to the current leader of the shard. Raises `Unavailable`."""
+"""Opens a stream to the current leader of the shard. Raises `Unavailable`, `FailedPrecondition` for
+a shard that was retired or declared lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +141,22 @@ class ShardWriter(Actor):
         while True:
             try:
                 await self._stream_turns()
-            except* Exception as group:
+            except FailedPrecondition as error:
+                self._shard_gone(error)
+            except Exception as error:
                 # Any error: the turns wait for a new stream.
-                self._stream_lost(group.exceptions)
+                self._stream_lost(
+                    error.exceptions if isinstance(error, ExceptionGroup) else [error]
+                )
             await asyncio.sleep(_RETRY_S)
+
+    def _shard_gone(self, error: FailedPrecondition) -> None:
+        refused = len(self._backlog.waiting)
+        self._backlog.refuse_all(str(error))
+        REFUSED_TURNS.inc(refused)
+        log.error(
+            "pool_shard_gone", pool_shard=self._backlog.pool_shard, turns=refused, error=str(error)
+        )
 
     def _stream_lost(self, errors: Sequence[Exception]) -> None:
         causes = [from_rpc_error(e) if isinstance(e, grpc.aio.AioRpcError) else e for e in errors]

@@ -342,3 +342,19 @@ async def test_full_backlog_refuses_calls_but_accepts_turns(
         await asyncio.wait_for(await flush(writer, f"t:{number}:0"), WAIT_S)
     backlog.check_space()
     assert backlog.bytes == 0
+
+
+async def test_turns_of_a_lost_shard_are_given_up(backlog: Backlog, contested: list[str]) -> None:
+    """No shard will store them: their sessions may leave memory, and are not sealed."""
+
+    async def gone() -> FakeStream:
+        raise FailedPrecondition("pool shard s0 was declared lost on 2026-01-01 00:00 UTC")
+
+    system = ActorSystem("test")
+    writer = await system.spawn(lambda: ShardWriter(backlog, gone, contested.append), name="one")
+    for index in range(2):
+        writer.tell(turn(index))
+    with pytest.raises(FailedPrecondition, match="was declared lost"):
+        await asyncio.wait_for(await flush(writer), WAIT_S)
+    assert (backlog.bytes, len(backlog.by_trajectory), len(backlog.unsent)) == (0, 0, 0)
+    await system.stop()
