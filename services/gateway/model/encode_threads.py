@@ -26,6 +26,12 @@ class _Tenant:
     begun: int = 0
     """Number of the call that began last; 0: none has."""
 
+    @property
+    def first(self) -> asyncio.Future[None] | None:
+        """The turn of the call that has waited longest. A call that was just cancelled has not left
+        the queue yet."""
+        return next((turn for turn in self.waiting if not turn.cancelled()), None)
+
 
 class EncodeThreads:
     """A bounded number of threads."""
@@ -86,11 +92,12 @@ class EncodeThreads:
         """Ends a call; its thread goes to the tenant with the fewest running calls, or the one that
         has not begun any for the longest time."""
         caller.running -= 1
-        waiting = [one for one in self._tenants.values() if one.waiting]
-        if waiting:
-            following = min(waiting, key=lambda one: (one.running, one.begun))
+        waiting = [one for one in self._tenants.values() if one.first is not None]
+        following = min(waiting, key=lambda one: (one.running, one.begun), default=None)
+        if following is not None and (turn := following.first) is not None:
             self._begin(following)
-            following.waiting.popleft().set_result(None)
+            following.waiting.remove(turn)
+            turn.set_result(None)
         else:
             self._free += 1
         self._forget(tenant, caller)
