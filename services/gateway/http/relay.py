@@ -24,7 +24,7 @@ from services.gateway.external.answer import ExternalAnswer, called_turn
 from services.gateway.external.api import ExternalApi
 from services.gateway.metrics import OTHER_FAILURES
 from services.gateway.sessions import Session
-from services.gateway.turns.record import ASK_TIMEOUT_S
+from services.gateway.turns.record import ASK_TIMEOUT_S, record_end
 from services.gateway.turns.run import MODEL_HEADER, TURN_HEADER
 
 
@@ -105,9 +105,7 @@ class Relay:
         if not self._recorded:
             return {}
         self._recorded = False
-        # Shielded: an agent that leaves at this moment must not cancel the record.
-        ending = self._session.actor.ask(self._end(whole=True), timeout_s=ASK_TIMEOUT_S)
-        turn_index: int = await asyncio.shield(asyncio.ensure_future(ending))
+        turn_index = await record_end(self._session, self._end(whole=True))
         if turn_index < 0:
             raise SessionClosed("the session was closed during this call")
         return {TURN_HEADER: str(turn_index)}

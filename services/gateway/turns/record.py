@@ -6,10 +6,12 @@ prompt is rendered from its messages alone, and its record has no tokens.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from forge.core.errors import DeadlineExceeded
 from services.gateway.actors.messages import BeginCall, BeginOther, DraftPrompt, EndCall, EndOther
 from services.gateway.actors.prompts import Prompts
 from services.gateway.conversation.conversation import Conversation
@@ -23,6 +25,30 @@ from services.gateway.sessions import Session
 
 ASK_TIMEOUT_S = 60.0
 """Deadline of a request to a session actor, with a possible rebuild from the pool."""
+RECORD_TIMEOUT_S = 86_400.0
+"""Longest time until a session has recorded the end of a call."""
+
+
+async def record_end(session: Session, end: EndCall | EndOther) -> int:
+    """Ends a call; returns its turn index. Raises `DeadlineExceeded` if the session is busy for
+    long: it records the turn afterwards, as it does if the agent leaves meanwhile."""
+    # With a deadline of its own the message would be skipped.
+    ending = asyncio.ensure_future(session.actor.ask(end, timeout_s=RECORD_TIMEOUT_S))
+    ending.add_done_callback(_observed)
+    # Not cancelled with this task.
+    await asyncio.wait({ending}, timeout=ASK_TIMEOUT_S)
+    if not ending.done():
+        raise DeadlineExceeded(
+            f"session {session.claims.trajectory_id} did not record the turn within "
+            f"{ASK_TIMEOUT_S:g} s"
+        )
+    turn_index: int = ending.result()
+    return turn_index
+
+
+def _observed(ending: asyncio.Future[int]) -> None:
+    if not ending.cancelled():
+        ending.exception()
 
 
 class TurnRecord(Protocol):

@@ -8,7 +8,6 @@ and from deltas and `Turn`.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -32,7 +31,7 @@ from services.gateway.sessions import Session, Sessions
 from services.gateway.structured_output.forced_opening import opening_of
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
 from services.gateway.turns.answer_parser import AnswerParser, turn_parser
-from services.gateway.turns.record import ASK_TIMEOUT_S, PolicyRecord, TurnRecord
+from services.gateway.turns.record import PolicyRecord, TurnRecord, record_end
 from services.gateway.turns.sampling_policy import with_policy
 from services.gateway.turns.turn_span import with_span
 from services.gateway.turns.types import Piece, Turn
@@ -117,7 +116,7 @@ class Turns:
                         yield piece
                 ended = True
                 sampled = _sampled_answer(parser, request)
-                turn_index = await self._end(session, end_call(sampled))
+                turn_index = await record_end(session, end_call(sampled))
                 if call.aborted or sampled is None:
                     raise SessionClosed("the session was closed during this call")
                 _name_turn(request.headers, turn_index)
@@ -222,12 +221,6 @@ class Turns:
             stream=request.stream or bool(request.stop) or not request.parallel_calls,
             traceparent=request.traceparent,
         )
-
-    async def _end(self, session: Session, end: EndCall | EndOther) -> int:
-        # Shielded: an agent that leaves at this moment must not cancel the record.
-        ending = asyncio.ensure_future(session.actor.ask(end, timeout_s=ASK_TIMEOUT_S))
-        turn_index: int = await asyncio.shield(ending)
-        return turn_index
 
 
 async def _next_piece(call: SampleCall, parser: AnswerParser, prompt: Prompt) -> Piece | None:

@@ -9,9 +9,13 @@ from typing import Any, cast
 
 import pytest
 
+from forge.core.errors import DeadlineExceeded
 from forge.core.token_columns import float32_bytes, int32_bytes
+from forge.runtime.actors.actor import Actor
+from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, inference_pb2
+from services.gateway import sessions
 from services.gateway.actors.messages import BeginCall, EndCall
 from services.gateway.config import SamplingBounds
 from services.gateway.conversation.agent_time import Moment
@@ -19,9 +23,11 @@ from services.gateway.conversation.prompt import Prompt, given
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
 from services.gateway.router.sample_call import SampleCall
+from services.gateway.turns import record
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn
 from tests.support.gateway.chat_templates import make_model
+from tests.support.runtime.waiting import until
 
 
 class Session:
@@ -215,3 +221,35 @@ async def test_close_does_not_wait_for_a_router() -> None:
     later.abort()
     assert await later.read_response() is None
     assert not streams.looked_for.is_set()
+
+
+class Busy(Actor):
+    """A session that encodes a long prompt when the end of another call comes."""
+
+    def __init__(self) -> None:
+        self.idle = asyncio.Event()
+        self.handled: list[object] = []
+
+    async def receive(self, message: Any) -> Any:
+        await self.idle.wait()
+        self.handled.append(message)
+        return len(self.handled) - 1
+
+
+async def test_busy_session_records_the_end_of_a_call_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent has seen the tokens, and a close waits for each call that has begun."""
+    monkeypatch.setattr(record, "ASK_TIMEOUT_S", 0.01)
+    system, busy = ActorSystem("test"), Busy()
+    actor = await system.spawn(lambda: busy, name="session")
+    session = cast(sessions.Session, SimpleNamespace(actor=actor, claims=Session().claims))
+    request = TurnRequest(
+        prompt_ids=int32_bytes([1]), sampling=common_pb2.SamplingParams(), arrived=Moment.now()
+    )
+    end = EndCall(call_id="call", request=request, prompt=None, sampled=None)
+    actor.tell("a long prompt")
+    with pytest.raises(DeadlineExceeded, match="did not record the turn"):
+        await record.record_end(session, end)
+    busy.idle.set()
+    await until(lambda: len(busy.handled) == 2)
+    assert busy.handled[1] is end
+    await system.stop()
