@@ -28,6 +28,7 @@ from forge.rl.attention.forks import ROOT, After, ForkBatch, State, plan_forks
 from forge.rl.attention.tree_attention import Prefix, TreeInput, current_tree
 from forge.rl.begun_scan import STATE
 from forge.rl.model import lightning
+from forge.rl.model.state_cache import StateCache
 from forge.rl.tree.parts import TreePart
 
 CACHE_NAMES = ("cache_params", "past_key_values")
@@ -132,50 +133,18 @@ def _before(batch: ForkBatch, index: int, states: Mapping[int, State], tree: Tre
     return {key: torch.cat([one[key] for one in found]) for key in found[0]}
 
 
-class LayerStates:
-    """The states of one layer before the first token, as transformers up to 5.17 reads them from
-    `cache.layers[layer_idx]`. Later releases call methods of the cache."""
-
-    def __init__(self, before: State, *, record_past: bool) -> None:
-        self.record_past = record_past
-        self.conv_states = {key[1]: one for key, one in before.items() if key[0] == "conv"}
-        self.recurrent_states = {
-            key[1]: one for key, one in before.items() if key[0] == "recurrent"
-        }
-
-    def __getitem__(self, layer_idx: int) -> LayerStates:
-        return self
-
-
-class _NodeCache:
-    """The cache of one layer for a batch of nodes, as transformers' layers use it."""
+class _NodeCache(StateCache):
+    """The cache of one layer for a batch of nodes; empty at roots."""
 
     def __init__(self, before: State) -> None:
-        self._before = before
+        super().__init__(before, record_past=True)
         self.after: State = {}
-        self.layers = LayerStates(before, record_past=True)
 
     def scan(self, name: str, compute: scans.Compute, arguments: dict[str, Any]) -> Any:
         """Handle a call of a scan (`scans.Handler`): layers hand no state to that of Mamba 1."""
         if name == scans.MAMBA1:
             arguments = arguments | {STATE: self._before.get(("recurrent", 0))}
         return compute(arguments)
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Inputs of the convolution before the first token, [B, C, kernel]."""
-        return self._before.get(("conv", state_idx))
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state before the first token, [B, ...]."""
-        return self._before.get(("recurrent", state_idx))
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """Whether the nodes have a parent."""
-        return bool(self._before)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """True: a single token then takes the path of several."""
-        return True
 
     def update_conv_state(
         self,

@@ -24,12 +24,12 @@ import torch
 from forge.core.errors import InvalidArgument
 from forge.rl import scans
 from forge.rl.model import lightning
-from forge.rl.model.forked_states import LayerStates, cache_name
+from forge.rl.model.forked_states import cache_name
+from forge.rl.model.state_cache import StateCache
 from services.inference.engines.embedded.recurrent import mamba2_step
 from services.inference.engines.embedded.recurrent.packed import (
     PackedLayer,
     Piece,
-    StatelessCache,
     can_pack,
 )
 from services.inference.engines.embedded.recurrent.shape import Key, StateShape
@@ -99,7 +99,7 @@ class RecurrentLayers:
         if hidden_states.shape[1] == 1 or not can_pack(layer.module):
             outputs = [self._alone(layer, one, hidden_states, named) for one in sequences]
             return torch.cat(outputs, dim=1)
-        packed = PackedLayer(layer.module, layer.number, self.shape, sequences)
+        packed = PackedLayer(layer.number, self.shape, sequences)
         named[layer.cache_name] = packed
         return layer.own(hidden_states, scan=packed.compute, **named)
 
@@ -176,11 +176,11 @@ def _before_softplus(step: float) -> float:
     return math.log(math.expm1(step)) if step < 20 else step
 
 
-class _FirstCache(StatelessCache):
+class _FirstCache(StateCache):
     """The cache of one layer at the start of one sequence; notes the shapes of its states."""
 
     def __init__(self, number: int, seen: dict[Key, torch.Tensor]) -> None:
-        self.layers = LayerStates({}, record_past=False)
+        super().__init__({}, record_past=False)
         self._number = number
         self._seen = seen
 
@@ -207,34 +207,17 @@ class _FirstCache(StatelessCache):
         return recurrent_states
 
 
-class _RowsCache:
-    """The cache of one layer over rows of states, as transformers' layers use it."""
+class _RowsCache(StateCache):
+    """The cache of one layer over rows of states, which the layer changes in place."""
 
     def __init__(self, states: dict[tuple[str, int], torch.Tensor]) -> None:
-        self.layers = LayerStates(states, record_past=False)
-        self._states = states
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Inputs of the convolution before the first token; changed in place."""
-        return self._states.get(("conv", state_idx))
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The state before the first token; changed in place."""
-        return self._states.get(("recurrent", state_idx))
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """Zeros are the state before the first token."""
-        return True
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """One token may take a path of its own."""
-        return False
+        super().__init__(states, record_past=False)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """Store the last inputs; return all with those before them."""
-        kept = self._states["conv", state_idx]
+        kept = self._before["conv", state_idx]
         whole = torch.cat([kept, conv_states.to(kept.dtype)], dim=-1)
         kept.copy_(whole[..., -kept.shape[-1] :])
         return whole
@@ -243,7 +226,7 @@ class _RowsCache:
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """Store the state behind the last token."""
-        kept = self._states["recurrent", state_idx]
+        kept = self._before["recurrent", state_idx]
         if recurrent_states is not kept:
             kept.copy_(scans.unrounded(recurrent_states))
         return kept

@@ -19,6 +19,7 @@ import torch
 
 from forge.rl import scans
 from forge.rl.begun_scan import STATE
+from forge.rl.model.state_cache import StateCache
 from services.inference.engines.embedded.recurrent.shape import StateShape
 
 _LEAST_CHUNK = 16
@@ -57,8 +58,6 @@ class Piece:
     """Place of its tokens in the pass."""
     row_1S: torch.Tensor
     """The states before these tokens; afterwards those behind them."""
-    is_start: bool
-    """Whether these are the sequence's first tokens."""
     begin_1S: torch.Tensor | None = None
     """States to begin with, in place of those in `row_1S`."""
     keep_1S: torch.Tensor | None = None
@@ -76,32 +75,12 @@ def can_pack(layer: torch.nn.Module) -> bool:
     return not _functions(layer).keys().isdisjoint((scans.CONVOLUTION, scans.LIGHTNING))
 
 
-class StatelessCache:
-    """The part of a cache without states before the first token that transformers' layers read."""
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """There is none."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """There is none."""
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """There is none."""
-        return False
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """One token may take a path of its own."""
-        return False
-
-
-class PackedLayer(StatelessCache):
+class PackedLayer(StateCache):
     """The cache and the handler of scans for one pass of one layer; `pieces` are all tokens of the
     pass in their order."""
 
-    def __init__(
-        self, layer: torch.nn.Module, number: int, shape: StateShape, pieces: Sequence[Piece]
-    ) -> None:
-        self._layer = layer
+    def __init__(self, number: int, shape: StateShape, pieces: Sequence[Piece]) -> None:
+        super().__init__({}, record_past=False)
         self._pieces = pieces
         self._states = [_views(shape, number, piece) for piece in pieces]
         self._convolution = 0

@@ -54,7 +54,6 @@ class ReadStates:
             yield Piece(
                 place=slice(offset, offset + last - start),
                 row_1S=self.now,
-                is_start=start == 0,
                 begin_1S=begin,
                 keep_1S=self.kept.get(last),
             )

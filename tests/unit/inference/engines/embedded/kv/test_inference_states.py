@@ -132,7 +132,6 @@ def test_prompt_is_cut_where_its_states_are_kept() -> None:
     states.stop(8)
     pieces = list(states.pieces(0, 10, offset=5, begin=None))
     assert [piece.place for piece in pieces] == [slice(5, 13), slice(13, 15)]
-    assert [piece.is_start for piece in pieces] == [True, False]
     assert [piece.keep_1S is not None for piece in pieces] == [True, False]
     assert states.share(9, done=10) == 8
     assert states.share(12, done=10) == 12

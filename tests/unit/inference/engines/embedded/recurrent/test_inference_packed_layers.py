@@ -57,16 +57,16 @@ def test_sequences_of_one_pass_are_computed_as_each_alone(
     alone, states = [], []
     for own in ids:
         states.append(shape.zeros(1, policy.device))
-        pieces = [Piece(place=slice(0, len(own)), row_1S=states[-1], is_start=True)]
+        pieces = [Piece(place=slice(0, len(own)), row_1S=states[-1])]
         alone.append(_run(policy, own, pieces))
     rows = shape.zeros(4, policy.device).split(1)
     kept = shape.zeros(1, policy.device)
     packed = [
-        Piece(place=slice(0, 4), row_1S=rows[0], is_start=True, keep_1S=kept),
-        Piece(place=slice(4, 9), row_1S=rows[0], is_start=False),
-        Piece(place=slice(9, 10), row_1S=rows[1], is_start=True),
-        Piece(place=slice(10, 27), row_1S=rows[2], is_start=True),
-        Piece(place=slice(27, 32), row_1S=rows[3], is_start=False, begin_1S=kept),
+        Piece(place=slice(0, 4), row_1S=rows[0], keep_1S=kept),
+        Piece(place=slice(4, 9), row_1S=rows[0]),
+        Piece(place=slice(9, 10), row_1S=rows[1]),
+        Piece(place=slice(10, 27), row_1S=rows[2]),
+        Piece(place=slice(27, 32), row_1S=rows[3], begin_1S=kept),
     ]
     logits = _run(policy, torch.cat([*ids, ids[0][4:]]), packed)
     wanted = torch.cat([*alone, alone[0][4:]])
