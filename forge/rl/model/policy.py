@@ -70,7 +70,6 @@ class TreePolicy:
         *,
         autocast: torch.dtype | None = None,
         balance_coef: float = 0.0,
-        group: dist.ProcessGroup | None = None,
         way: Way | None = None,
         own_attention: str = "",
     ) -> None:
@@ -80,8 +79,7 @@ class TreePolicy:
         that of the model. Raises `InvalidArgument` for a model without a language-model head.
 
         `balance_coef` is the weight of the load-balance loss of a mixture of experts, which is
-        then part of every gradient. The ranks of `group` compute each tree together: they must
-        hold the same weights and get the same batches.
+        then part of every gradient.
         """
         if autocast is not None:
             numerics.patch(model)
@@ -98,10 +96,10 @@ class TreePolicy:
         """Set by `replay_routes`: passes use the experts that trees have on record."""
         self.states: TreeStates | None = None
         """Set to keep the backbone's last states of each tree, without gradient."""
-        self.group = group
-        """The ranks that compute each tree together, if there are any."""
-        self.world = World(everyone=group, tree=group)
+        self.world = World()
         """Set by `spread`."""
+        self.group = self.world.tree
+        """The ranks that compute each tree together, if there are any."""
         self._pair_cost = pair_cost(self.channels)
         self._prefix_cost = prefix_cost(config)
         self._backbone = Backbone(model)
@@ -111,8 +109,9 @@ class TreePolicy:
         self.attention = AttentionSwitch(model, forked=self._forked, way=way, own=own_attention)
 
     def spread(self, world: World, *, narrow: torch.dtype | None = None) -> None:
-        """Compute as one of the ranks of `world`, which have equal parameters; shard these if the
-        world does. Raises like `sharding.shard`, which explains `narrow`."""
+        """Compute as one of the ranks of `world`, which have equal parameters and get equal trees
+        within a group; shard the parameters if the world does. Raises like `sharding.shard`, which
+        explains `narrow`."""
         self.world, self.group = world, world.tree
         if world.parts is not None:
             reason = self.undividable or (NO_PARTS if self._forked else "")

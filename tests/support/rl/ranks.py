@@ -20,6 +20,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.recomputation import recompute_activations
+from forge.rl.parallel.world import World
 from tests.support.rl.forests import KINDS, forest, random_forest
 from tests.support.rl.models import (
     CAP,
@@ -104,7 +106,7 @@ def error_of(
     model = tiny_model(family, dtype)
     if checkpointing:
         recompute_activations(model)
-    policy = TreePolicy(model, balance_coef=balance_of(family), group=group)
+    policy = shared_policy(model, group, balance_coef=balance_of(family))
     # A small budget makes several trees; each is computed by all ranks.
     budget = 24 if kind == "compacted" else 12 if kind.startswith("split") else 1 << 30
     config = LearnerConfig(token_budget=budget, objective=ObjectiveConfig(ratio_cap=CAP))
@@ -118,11 +120,20 @@ def error_of(
     return max(relative_errors(actual, reference(family, kind, dtype)))
 
 
+def shared_policy(
+    model: Any, group: dist.ProcessGroup | None, *, balance_coef: float = 0.0
+) -> TreePolicy:
+    """A policy of which the ranks of `group` compute each tree together."""
+    policy = TreePolicy(model, balance_coef=balance_coef)
+    policy.spread(World(everyone=group, tree=group))
+    return policy
+
+
 def heads_error(kind: str, group: dist.ProcessGroup | None) -> float:
     """Of the draft heads' gradients, against a process by itself."""
     found: list[dict[str, torch.Tensor]] = []
     for ranks in (None, group):
-        policy = TreePolicy(tiny_model("qwen3", torch.float64), group=ranks)
+        policy = shared_policy(tiny_model("qwen3", torch.float64), ranks)
         torch.manual_seed(0)
         learner = Learner(policy, LearnerConfig(mtp=MtpConfig(heads=2)))
         assert learner.mtp is not None
@@ -140,7 +151,7 @@ def shortage_error(
     """Of a step that one rank had no memory for, against that of the budget it was then cut to."""
 
     def learner(budget: int) -> Learner:
-        policy = TreePolicy(tiny_model(family, torch.float32), group=group)
+        policy = shared_policy(tiny_model(family, torch.float32), group)
         torch.manual_seed(0)
         floor, heads = min(budget, 4), MtpConfig(heads=1)
         return Learner(
@@ -172,7 +183,7 @@ def long_chain_error(group: dist.ProcessGroup) -> float:
     samples = [make_sample(ids, (100, 200), rng=Random(5))]
     results, weights = [], []
     for ranks in (group, None):
-        policy = TreePolicy(tiny_model("qwen3", torch.float64), group=ranks)
+        policy = shared_policy(tiny_model("qwen3", torch.float64), ranks)
         one = Learner(policy, LearnerConfig(token_budget=400, token_budget_floor=10))
         with memory_for(one, 56 if ranks else 400) as tried:
             results.append(one.step(one.plan(samples), weight_version=1))
