@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from forge.core.errors import InvalidArgument
 from forge.core.routes import RouteShape
@@ -145,45 +146,42 @@ class _Call:
 def _observed(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, list[list[_Call]]]:
     """The `topk` calls in each pass of each router, in the order of the layers."""
     seen: dict[nn.Module, list[list[_Call]]] = {}
-    hooks = []
-
-    def observe(router: nn.Module) -> None:
-        made: list[_Call] = []
-
-        def visit(_: int, scores: Tensor, found: Any) -> Any:
-            values = found[0]
-            made.append(
-                _Call(
-                    scores.shape[-1],
-                    values.shape[-1],
-                    values.shape[:-1] == scores.shape[:-1],
-                )
-            )
-            return found
-
-        def before(*_: Any) -> None:
-            made.clear()
-            mode.append(_Topk(visit))
-            mode[-1].__enter__()  # type: ignore[no-untyped-call]
-
-        def after(*_: Any) -> None:
-            mode.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            if made:
-                seen.setdefault(router, []).append(list(made))
-
-        mode: list[_Topk] = []
-        hooks.append(router.register_forward_pre_hook(before))
-        hooks.append(router.register_forward_hook(after, always_call=True))
-
-    for module in model.modules():
-        if _ROUTER.search(type(module).__name__):
-            observe(module)
+    routers = [one for one in model.modules() if _ROUTER.search(type(one).__name__)]
+    hooks = [hook for router in routers for hook in _observe(router, seen)]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
     return seen
+
+
+def _observe(
+    router: nn.Module, seen: dict[nn.Module, list[list[_Call]]]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Add the `topk` calls in each pass of a router to `seen`."""
+    made: list[_Call] = []
+    mode: list[_Topk] = []
+
+    def visit(_: int, scores: Tensor, found: Any) -> Any:
+        (*rows, top_k), (*places, experts) = found[0].shape, scores.shape
+        made.append(_Call(experts, top_k, rows == places))
+        return found
+
+    def before(*_: Any) -> None:
+        made.clear()
+        mode.append(_Topk(visit))
+        mode[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def after(*_: Any) -> None:
+        mode.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if made:
+            seen.setdefault(router, []).append(list(made))
+
+    return (
+        router.register_forward_pre_hook(before),
+        router.register_forward_hook(after, always_call=True),
+    )
 
 
 def _attach(router: nn.Module, layer: int, *, number: int) -> None:

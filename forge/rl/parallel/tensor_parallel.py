@@ -50,7 +50,6 @@ from forge.rl.parallel.tensor_exchange import (
 
 Forward = Callable[..., Tensor]
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
-ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 EXPERTS = "grouped_gemm"
 _HEADS = ("q_proj", "k_proj", "v_proj")

@@ -35,28 +35,11 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
     config: InferenceConfig = context.config
     limits = read_limits(config.model_path, context_tokens=config.context_tokens)
 
-    async def ping(address: str) -> None:
-        # The clock: every server has one, without a token.
-        await read_clock(context.channels.get(address), name=address, timeout_s=PING_S)
-
     discoveries = [
         context.coordinator.discover(kind_in(config.serving_group, role))
         for role in ("prefill", "decode")
     ]
-    caches = CacheWatch(
-        context.channels,
-        lambda worker, change: router.tell(CacheReported(worker=worker, change=change)),
-    )
-    router: ActorRef = await context.actors.spawn(
-        lambda: RouterActor(
-            discoveries,
-            queue_limit=config.router.queue_limit,
-            fleet=_fleet(config.router),
-            ping=ping,
-            on_workers=caches.follow,
-        ),
-        name="router",
-    )
+    router, caches = await _start_router(context, discoveries)
     streams = WorkerStreams(context.channels)
     # After the server has stopped: its last answers need them.
     context.undo.push_async_callback(streams.close)
@@ -76,6 +59,33 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
         await caches.close()
 
     return drain
+
+
+async def _start_router(
+    context: ServiceContext, discoveries: Sequence[Discovery]
+) -> tuple[ActorRef, CacheWatch]:
+    """Spawn the router actor, which hears of caches from the returned watch."""
+    config: InferenceConfig = context.config
+
+    async def ping(address: str) -> None:
+        # The clock: every server has one, without a token.
+        await read_clock(context.channels.get(address), name=address, timeout_s=PING_S)
+
+    caches = CacheWatch(
+        context.channels,
+        lambda worker, change: router.tell(CacheReported(worker=worker, change=change)),
+    )
+    router: ActorRef = await context.actors.spawn(
+        lambda: RouterActor(
+            discoveries,
+            queue_limit=config.router.queue_limit,
+            fleet=_fleet(config.router),
+            ping=ping,
+            on_workers=caches.follow,
+        ),
+        name="router",
+    )
+    return router, caches
 
 
 async def watch_holds(holds: AsyncGenerator[Versioned | None, None], router: ActorRef) -> None:

@@ -219,6 +219,16 @@ class Term:
         )
         unread, retiring = self._members.unread, self._members.retiring
         state.set_away(unread, unread=unread, now_s=self._clock(), retiring=retiring)
+        await self._read_groups(state, registered, last)
+        if last.claims:
+            queue.rollouts.hold(until_s=self._clock() + self._config.takeover_hold_s)
+        return state
+
+    async def _read_groups(
+        self, state: TermState, registered: frozenset[str], last: TermRecord
+    ) -> None:
+        """Read the groups of all registered shards."""
+        queue, unread = state.queue, self._members.unread
         # A million groups live as long as the term: the garbage collector must not walk them each
         # time. During the rebuild it would stop the process for longer than the lease lasts.
         gc.disable()
@@ -244,9 +254,6 @@ class Term:
             gc.freeze()
         finally:
             gc.enable()
-        if last.claims:
-            queue.rollouts.hold(until_s=self._clock() + self._config.takeover_hold_s)
-        return state
 
     async def _start_actors(self, state: TermState) -> LeaderContext:
         spawn = partial(self._actors.spawn, restart=Restart(max_restarts=0))

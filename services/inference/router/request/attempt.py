@@ -191,19 +191,24 @@ class SampleAttempt(WorkerCalls):
                 log.debug("early_decode_failed", error=str(error))
         placement = Placement()
         with self._settling(placement) as settle:
-            # While it waits, prefill holds the keys and values.
-            await self._place(
-                PlaceDecode(
-                    ids=request.prompt_ids,
-                    session=self.session_id,
-                    floor=self.answer.version,
-                    read_by=source,
-                    needs=self._needs,
-                    placement=placement,
-                )
-            )
+            await self._place_decode(request, source, placement)
             call = self.streams.decode(placement.worker, request, timeout_s=self._left_s())
             sampled = self._sampled(call, call, placement, source, settle)
             async with aclosing(sampled):
                 async for _ in sampled:
                     yield
+
+    async def _place_decode(
+        self, request: pb.DecodeRequest, source: Worker, placement: Placement
+    ) -> None:
+        """Wait for a decode worker; prefill holds the keys and values meanwhile."""
+        await self._place(
+            PlaceDecode(
+                ids=request.prompt_ids,
+                session=self.session_id,
+                floor=self.answer.version,
+                read_by=source,
+                needs=self._needs,
+                placement=placement,
+            )
+        )
