@@ -6,7 +6,7 @@ Owns its format and its changes: by compare-and-swap, and only by the leader of 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -141,15 +141,7 @@ class OwnRecord:
 
     async def amend(self, **changes: Any) -> TermRecord:
         """Change fields; durable on return. Raises Unavailable once another term has begun."""
-        while True:
-            record = await TermRecord.read(self._coordinator)
-            if record.term != self._term:
-                raise Unavailable(f"term {self._term} is over: term {record.term} has begun")
-            try:
-                return await replace(record, **changes).write(self._coordinator)
-            except StaleFence:
-                # Another actor of this leader wrote in between; the next read shows a new leader.
-                continue
+        return await self._change(lambda record: replace(record, **changes))
 
     async def raise_trainer_fence(self, fence: int) -> None:
         """Refuse former trainers from now on. Raises StaleFence for a lower fence than the stored
@@ -168,18 +160,21 @@ class OwnRecord:
 
     async def remove_shards(self, gone: Collection[str]) -> None:
         """Remove shards that were retired or lost. Raises Unavailable."""
-        while True:
-            record = await TermRecord.read(self._coordinator)
-            if record.term != self._term:
-                raise Unavailable(f"term {self._term} is over: term {record.term} has begun")
-            try:
-                await record.without(gone).write(self._coordinator)
-            except StaleFence:
-                continue
-            return
+        await self._change(lambda record: record.without(gone))
 
     async def add_shards(self, joined: frozenset[str]) -> None:
         """Add shards, before the first group is stored on them. Raises Unavailable."""
         # Only one task of the term changes this field, so no update is lost between the reads.
         record = await TermRecord.read(self._coordinator)
         await self.amend(shards=record.shards | joined)
+
+    async def _change(self, changed: Callable[[TermRecord], TermRecord]) -> TermRecord:
+        while True:
+            record = await TermRecord.read(self._coordinator)
+            if record.term != self._term:
+                raise Unavailable(f"term {self._term} is over: term {record.term} has begun")
+            try:
+                return await changed(record).write(self._coordinator)
+            except StaleFence:
+                # Another actor of this leader wrote in between; the next read shows a new leader.
+                continue
