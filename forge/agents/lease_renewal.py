@@ -19,6 +19,8 @@ from contextlib import suppress
 from typing import Any
 
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
+from forge.runtime.concurrency.futures import settle
+from forge.runtime.rpc.chunks import batched
 from forge.runtime.telemetry import log
 
 RENEW_BATCH = 4096
@@ -92,7 +94,7 @@ class LeaseRenewal:
                 pause_s = None if self._renewed(loop, lease_ids) else PAUSE_S
         except BaseException as error:
             failure = error
-        _post(loop, _end, ended, failure)
+        _post(loop, settle, ended, failure)
 
     def _next(self, pause_s: float | None) -> list[str] | None:
         """Waits for the next renewal; returns the lease ids, None at the end.
@@ -112,9 +114,8 @@ class LeaseRenewal:
         if not self._is_responsive(loop):
             return True
         try:
-            for start in range(0, len(lease_ids), RENEW_BATCH):
-                lost = self._renew(lease_ids[start : start + RENEW_BATCH])
-                if lost:
+            for batch in batched(lease_ids, RENEW_BATCH):
+                if lost := self._renew(batch):
                     _post(loop, self._on_lost, lost)
         except (Unauthenticated, PermissionDenied):
             raise
@@ -142,15 +143,6 @@ class LeaseRenewal:
     def _answered(self) -> None:
         with self._changed:
             self._unheard_since_s = None
-
-
-def _end(ended: asyncio.Future[None], failure: BaseException | None) -> None:
-    if ended.done():
-        return
-    if failure is None:
-        ended.set_result(None)
-    else:
-        ended.set_exception(failure)
 
 
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> None:

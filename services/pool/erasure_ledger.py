@@ -21,6 +21,7 @@ from functools import partial
 
 from forge.core.errors import ForgeError, InvalidArgument, StaleFence, Unavailable
 from forge.runtime.coordination import Coordinator
+from forge.runtime.rpc.chunks import batched
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
 from services.pool.actors.writer import WriterRef
@@ -202,13 +203,11 @@ async def note(writer: WriterRef, entries: Iterable[LedgerEntry]) -> None:
 async def erase_tasks(writer: WriterRef, task_ids: list[str]) -> Erased:
     """Erases tasks in transactions of a bounded size."""
     total = Erased()
-    for start in range(0, len(task_ids), BATCH):
+    for batch in batched(task_ids, BATCH):
         unfinished = True
         while unfinished:
             command = EraseTasks(
-                task_ids=tuple(task_ids[start : start + BATCH]),
-                max_records=MAX_RECORDS,
-                now_unix_s=time.time(),
+                task_ids=tuple(batch), max_records=MAX_RECORDS, now_unix_s=time.time()
             )
             done: Erased = await writer.ask(command, timeout_s=_WRITE_S)
             total, unfinished = total.plus(done), done.unfinished

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from forge.core.errors import ForgeError
 from forge.core.trajectory import TaskId
+from forge.runtime.rpc.chunks import batched
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
 from services.pool.actors.writer import WriterRef
@@ -153,7 +154,7 @@ class Retention:
         total, after = Freed(), passed.after
         while page := await self._read(after):
             after = page[-1].key
-            for start in range(0, len(page), BATCH):
+            for batch in batched(page, BATCH):
                 now_unix_s = self._now_unix_s()
                 pressed = await self._readers.run(self._pressed)
                 due = partial(
@@ -162,7 +163,6 @@ class Retention:
                     now_unix_s=now_unix_s,
                     pressed=pressed,
                 )
-                batch = page[start : start + BATCH]
                 chosen = [group for group in batch if due(group)]
                 if chosen:
                     total = _sum(
@@ -222,8 +222,8 @@ class Retention:
         tasks whose groups are freed, now or before."""
         covered_step = await self._coverage()
         tasks = [TaskId(task_id) for task_id in digests]
-        for start in range(0, len(tasks), BATCH):
-            await self._free(tasks[start : start + BATCH], covered_step, digests=digests)
+        for batch in batched(tasks, BATCH):
+            await self._free(batch, covered_step, digests=digests)
         return await self._readers.run(
             lambda: self._store.read(
                 lambda records: [task_id for task_id in tasks if is_freed(records, task_id)]

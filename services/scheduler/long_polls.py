@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from forge.core.errors import ResourceExhausted
+from forge.runtime.concurrency.futures import settle
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -68,15 +69,13 @@ class LongPolls(Generic[Request, Answer]):
     def dismiss(self, selected: Callable[[Request], bool], *, answer: Answer) -> None:
         """Answer the selected calls with `answer`."""
         for request, _, future in self._waiting:
-            if selected(request) and not future.done():
-                future.set_result(answer)
+            if selected(request):
+                settle(future, answer)
 
     def close(self, error: Exception) -> None:
         """Answer every call with `error`."""
         while self._waiting:
-            _, _, future = self._waiting.popleft()
-            if not future.done():
-                future.set_exception(error)
+            settle(self._waiting.popleft()[2], error)
 
     def _left(self, kind: Hashable) -> None:
         self._kinds[kind] -= 1

@@ -23,6 +23,7 @@ from forge.cli.local_run.presets import EMBEDDED, PROCESSES, Settings
 from forge.cli.local_run.web_console import address
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import ConfigError, NotFound, Unavailable
+from forge.runtime.concurrency.futures import settle
 from forge.runtime.concurrency.tasks import first_done
 from forge.runtime.coordination import Coordinator
 from forge.runtime.files.private import replace_private_file
@@ -273,8 +274,8 @@ class Stack:
         self._on_event(event)
         # A run needs no console.
         fatal = event.kind == "gave_up" and event.name != "console"
-        if fatal and not self._given_up.done():
-            self._given_up.set_result(event)
+        if fatal:
+            settle(self._given_up, event)
 
     def _spec(self, member: Member) -> ProcessSpec:
         flags = flags_of(self.plan, member, self.endpoints)

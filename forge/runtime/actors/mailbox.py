@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from forge.core.errors import ActorStopped, MailboxFull
+from forge.runtime.concurrency.futures import settle
 from forge.runtime.telemetry import counter, gauge
 
 _HANDLED = counter("forge_actor_messages_total", "Messages handled, by kind of actor.", ["actor"])
@@ -60,12 +61,7 @@ class Envelope:
 
     def answer(self, outcome: Any) -> None:
         """Answer the ask; an exception is raised there. Call it on the asker's loop only."""
-        if self.reply is None or self.reply.done():
-            return
-        if isinstance(outcome, BaseException):
-            self.reply.set_exception(outcome)
-        else:
-            self.reply.set_result(outcome)
+        settle(self.reply, outcome)
 
 
 def answer_all(envelopes: Iterable[Envelope], outcomes: Iterable[Any]) -> None:

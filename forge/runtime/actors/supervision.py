@@ -17,6 +17,7 @@ from typing import Any
 from forge.core.errors import ActorStopped, ForgeError
 from forge.runtime.actors.actor import Actor, ThreadActor
 from forge.runtime.actors.mailbox import Envelope, KindMetrics, Mailbox, answer_all
+from forge.runtime.concurrency.futures import settle
 from forge.runtime.telemetry import log
 
 
@@ -86,10 +87,7 @@ class Cell(ABC):
             self._escalate(self.name, error)
         finally:
             self._close()
-            if not self.ready.done():
-                self.ready.set_exception(
-                    ActorStopped(f"actor {self.name} was stopped in its start")
-                )
+            settle(self.ready, ActorStopped(f"actor {self.name} was stopped in its start"))
 
     @abstractmethod
     async def _live(self, actor: Any) -> BaseException | None:
@@ -118,8 +116,7 @@ class Cell(ABC):
     async def stop(self, timeout_s: float) -> None:
         """Close the mailbox and wait for the actor's end; cancel it after `timeout_s`."""
         self._close()
-        if self._pause is not None and not self._pause.done():
-            self._pause.set_result(None)
+        settle(self._pause, None)
         # An actor may stop itself; it cannot wait for its own end.
         if asyncio.current_task() is self.task:
             return
@@ -134,8 +131,7 @@ class Cell(ABC):
             envelope.answer(ActorStopped(f"actor {self.name} has stopped"))
 
     def _set_ready(self) -> None:
-        if not self.ready.done():
-            self.ready.set_result(None)
+        settle(self.ready, None)
 
 
 class LoopCell(Cell):
@@ -154,8 +150,7 @@ class LoopCell(Cell):
             self.loop.call_soon_threadsafe(self._rouse)
 
     def _rouse(self) -> None:
-        if self._sleeper is not None and not self._sleeper.done():
-            self._sleeper.set_result(None)
+        settle(self._sleeper, None)
 
     async def _live(self, actor: Actor) -> BaseException | None:
         crash: BaseException | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from forge.core.errors import InvalidArgument, ResourceExhausted
@@ -69,3 +69,9 @@ def chunked(
         chunk_bytes += item_bytes
     if chunk:
         yield chunk
+
+
+def batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Yield `size` items after the other; the last batch may have fewer."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc import tensors as codec
-from forge.runtime.rpc.chunks import split
+from forge.runtime.rpc.chunks import chunked, split
 from forge.runtime.weights.manifest import SLICE_BYTES
 from forge.v1.common_pb2 import TensorSlice
 from forge.v1.inference_pb2 import (
@@ -283,16 +283,12 @@ def delta_parts(
 
 def _grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Yield groups of at most `SLICE_BYTES`: many small tensors in one message."""
-    group: list[Part] = []
-    group_bytes = 0
-    for part in parts:
-        if group and (group_bytes + len(part.data) > SLICE_BYTES or len(group) == GROUP_PARTS):
-            yield group
-            group, group_bytes = [], 0
-        group.append(part)
-        group_bytes += len(part.data)
-    if group:
-        yield group
+    return chunked(
+        parts,
+        size_of=lambda part: len(part.data),
+        max_items=GROUP_PARTS,
+        max_bytes=SLICE_BYTES,
+    )
 
 
 def _responses(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forge.core.errors import FailedPrecondition, ResourceExhausted
+from forge.runtime.concurrency.futures import settle
 from forge.v1 import common_pb2
 from services.gateway.metrics import BACKLOG
 
@@ -127,12 +128,7 @@ class Backlog:
             return
         refusal = self.refused.get(trajectory_id)
         for flush in self.flushes.pop(trajectory_id, ()):
-            if flush.done():
-                continue
-            if refusal is None:
-                flush.set_result(None)
-            else:
-                flush.set_exception(FailedPrecondition(refusal))
+            settle(flush, None if refusal is None else FailedPrecondition(refusal))
 
     def store_refusal(self, trajectory_id: str, refusal: str) -> None:
         """Stores the first refusal beyond the life of the session in memory: a session read back

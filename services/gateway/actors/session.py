@@ -19,6 +19,7 @@ from prometheus_client import Counter
 from forge.core.errors import DeadlineExceeded, Unavailable
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.concurrency.futures import settle
 from forge.runtime.security.tokens import Claims
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
@@ -264,8 +265,8 @@ class SessionActor(Actor):
             self._settings.set_size(turn.trajectory_id, conversation.size_bytes)
         elif begun is not None:
             self._agent_time.failed(begun, turns=conversation.turns)
-        if self._drained is not None and not self._calls and not self._drained.done():
-            self._drained.set_result(None)
+        if not self._calls:
+            settle(self._drained, None)
         return turn.turn_index if turn is not None else -1
 
     def _start_close(self, close: StartClose) -> asyncio.Future[None]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from forge.core.errors import ResourceExhausted, Unavailable
+from forge.runtime.concurrency.futures import settle
 from services.inference.router.messages import QueuePlace
 from services.inference.router.metrics import QUEUED_REQUESTS
 
@@ -72,8 +73,7 @@ class AdmissionQueue:
             self._expiry.cancel()
         # An error: a cancellation would look like the caller's own.
         for place in self._waiting:
-            if not place.granted.done():
-                place.granted.set_exception(Unavailable("the router stopped"))
+            settle(place.granted, Unavailable("the router stopped"))
 
     def _advance(self) -> None:
         most = max(MIN_ADMITTED, round(self._capacity * OVERCOMMIT))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from forge.core.errors import DeadlineExceeded, ForgeError, Unavailable
+from forge.runtime.concurrency.futures import settle
 from services.pool.metrics import REPLICA_LAG
 
 RETRY_S = 0.5
@@ -73,7 +74,7 @@ class AckGate:
         REPLICA_LAG.set(self.position - self._confirmed)
         # In order of position: each was the newest when it came.
         while self._waiting and self._waiting[0][0] <= self._confirmed:
-            _settle(self._waiting.popleft()[1], None)
+            settle(self._waiting.popleft()[1], None)
 
     def require(self, confirmed: int) -> None:
         """From now on answers wait for the follower, which has everything up to `confirmed`."""
@@ -100,13 +101,4 @@ class AckGate:
 
     def _release(self, error: ForgeError | None) -> None:
         while self._waiting:
-            _settle(self._waiting.popleft()[1], error)
-
-
-def _settle(future: asyncio.Future[None], error: ForgeError | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+            settle(self._waiting.popleft()[1], error)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.placement.sharding import choose_shard
@@ -19,6 +19,7 @@ from forge.core.queue.groups import Phase
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.coordination import Coordinator
 from forge.runtime.coordination.shard_record import LOST, mark_gone, read_record
+from forge.runtime.rpc.chunks import batched
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.actors.delivery import ask_until_handled
@@ -32,8 +33,6 @@ from services.scheduler.term_record import Move, OwnRecord
 ASK_S = 30.0
 WRITE_S = 60.0
 PART_GROUPS = 4096
-
-Item = TypeVar("Item")
 REASON = "shard_lost"
 """Begin of the reason of each tombstone."""
 
@@ -144,7 +143,7 @@ class LostShards:
         for record in records:
             by_target[choose_shard(record.task.task_id, placeable)].append(record)
         for target, groups in by_target.items():
-            for part in _parts(groups):
+            for part in batched(groups, PART_GROUPS):
                 await self._shards.put_groups(target, map(partial(_placed, target), part))
                 task_ids = tuple(group.task.task_id for group in part)
                 self._shards.relocate(task_ids, target)
@@ -159,7 +158,7 @@ class LostShards:
     async def _tombstone(self, shard: str, task_ids: Sequence[str]) -> int:
         reason = f"{REASON}: pool shard {shard} was declared lost"
         tombstoned = 0
-        for part in _parts(task_ids):
+        for part in batched(task_ids, PART_GROUPS):
             drop = DropGroups(task_ids=tuple(part), reason=reason)
             tombstoned += await self._commits.ask(drop, timeout_s=WRITE_S)
         return tombstoned
@@ -194,7 +193,3 @@ def _change(record: common_pb2.GroupRecord) -> GroupStateChange:
         step=record.step,
         reason=record.reason,
     )
-
-
-def _parts(items: Sequence[Item]) -> Iterable[Sequence[Item]]:
-    return (items[start : start + PART_GROUPS] for start in range(0, len(items), PART_GROUPS))

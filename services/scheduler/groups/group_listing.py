@@ -16,6 +16,7 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing
 
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.rpc.chunks import batched
 from forge.v1 import common_pb2
 from services.scheduler.shards.pool_shards import ShardScans
 from services.scheduler.state.messages.batches import GroupView
@@ -47,8 +48,7 @@ async def list_groups(
         async for part in _last(stored, newest - len(chosen)) if newest else stored:
             yield part
     missed: set[str] = set()
-    for start in range(0, len(chosen), LIST_GROUPS):
-        task_ids = chosen[start : start + LIST_GROUPS]
+    for task_ids in batched(chosen, LIST_GROUPS):
         views = await queue.ask(ViewGroups(task_ids=task_ids), timeout_s=ASK_S)
         missed |= set(task_ids) - {view.record.task.task_id for view in views}
         yield views
@@ -99,9 +99,8 @@ async def _last(
     kept: deque[GroupView] = deque(maxlen=count)
     async for part in parts:
         kept.extend(part)
-    views = list(kept)
-    for start in range(0, len(views), LIST_GROUPS):
-        yield views[start : start + LIST_GROUPS]
+    for views in batched(list(kept), LIST_GROUPS):
+        yield views
 
 
 async def _scan(

@@ -12,6 +12,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.queue.groups import ERASED
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.rpc.chunks import batched
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.shards.pool_shards import PoolShards
@@ -63,8 +64,8 @@ class ErasureFollower:
                 erased.append(response.group.task.task_id)
         if not mark:
             raise Unavailable(f"pool shard {shard} returns no marks")
-        for start in range(0, len(erased), PART_GROUPS):
-            await self._note(shard, erased[start : start + PART_GROUPS])
+        for part in batched(erased, PART_GROUPS):
+            await self._note(shard, part)
         self._marks[shard] = mark
 
     async def _note(self, shard: str, task_ids: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from forge.core.errors import Conflict, DataLoss, Unavailable
+from forge.runtime.rpc.chunks import batched
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
 from services.scheduler.shards.pool_shards import PoolShards
@@ -76,7 +77,7 @@ def chunks_by_target(
     for task_id in task_ids:
         by_target.setdefault(target_of(task_id), []).append(task_id)
     return [
-        (target, tuple(tasks[start : start + MOVE_GROUPS]))
+        (target, tuple(part))
         for target, tasks in by_target.items()
-        for start in range(0, len(tasks), MOVE_GROUPS)
+        for part in batched(tasks, MOVE_GROUPS)
     ]

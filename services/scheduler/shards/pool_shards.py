@@ -21,7 +21,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.coordination import Discovery, Instance, Leadership
-from forge.runtime.rpc.chunks import chunked
+from forge.runtime.rpc.chunks import batched, chunked
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
@@ -180,11 +180,9 @@ class PoolShards(ShardScans):
         `tombstone_freed` the tasks whose freed groups are tombstoned instead of pending. Raises the
         first error after every part was tried."""
         freed = await gathered(
-            self._set_states(
-                shard, changed[start : start + MAX_WRITE_GROUPS], tombstone_freed=tombstone_freed
-            )
+            self._set_states(shard, part, tombstone_freed=tombstone_freed)
             for shard, changed in self._by_present_shard(changes).items()
-            for start in range(0, len(changed), MAX_WRITE_GROUPS)
+            for part in batched(changed, MAX_WRITE_GROUPS)
         )
         return [task_id for part in freed for task_id in part]
 
@@ -278,9 +276,9 @@ class PoolShards(ShardScans):
         """By trajectory id, from ids by shard; what a shard does not know, or cannot read, is left
         out."""
         answers = await gathered(
-            self._summaries(shard, ids[start : start + MAX_SUMMARIES])
+            self._summaries(shard, part)
             for shard, ids in trajectory_ids.items()
-            for start in range(0, len(ids), MAX_SUMMARIES)
+            for part in batched(ids, MAX_SUMMARIES)
         )
         return {summary.trajectory_id: summary for answer in answers for summary in answer}
 

@@ -16,16 +16,11 @@ from typing import ClassVar
 
 import torch
 
-from forge.core.errors import (
-    DeadlineExceeded,
-    ForgeError,
-    InvalidArgument,
-    NotFound,
-    ResourceExhausted,
-)
+from forge.core.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 from forge.core.placement.chains import PromptChains
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.concurrency.futures import settle
 from services.inference.engines import tensor_bytes
 from services.inference.engines.base import EngineStatus, KvSpan, Prefilled, Prompt
 from services.inference.engines.embedded.memory_shortage import attempt
@@ -117,21 +112,12 @@ class EmbeddedPrefill(RoleEngine):
         asked_s: float,
     ) -> HeldPrompt:
         answer: asyncio.Future[HeldPrompt] = asyncio.get_running_loop().create_future()
-
-        def deliver(read: HeldPrompt | ForgeError) -> None:
-            if answer.done():
-                return
-            if isinstance(read, ForgeError):
-                answer.set_exception(read)
-            else:
-                answer.set_result(read)
-
         timeout_s = self._options.request_timeout_s
         await self._actor.ask(
             Read(
                 prompt=prompt,
                 asked_s=asked_s,
-                deliver=deliver,
+                deliver=partial(settle, answer),
                 progress=early.advance,
                 matcher=matcher,
                 stored=stored,

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Self
 
-from forge.core.errors import DeadlineExceeded, ForgeError, InvalidArgument, ResourceExhausted
+from forge.core.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
+from forge.runtime.concurrency.futures import settle
 from forge.runtime.telemetry import log
 from services.inference.engines.base import ModelLimits, Probe
 from services.inference.engines.cache_reports.cache_log import CacheLog
@@ -163,17 +164,13 @@ class RoleEngine(ABC):
                 f"weights {version}: no memory to stage them: {tried.shortage}", retry_after_s=1.0
             )
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def deliver(refusal: ForgeError | None) -> None:
-            if served.done():
-                return
-            if refusal is not None:
-                served.set_exception(refusal)
-            else:
-                served.set_result(None)
-
         timeout_s = self._options.request_timeout_s
-        swap = Swap(weights=staged, deliver=deliver, probe=probe, kv_identity=staged.identity)
+        swap = Swap(
+            weights=staged,
+            deliver=partial(settle, served),
+            probe=probe,
+            kv_identity=staged.identity,
+        )
         await self._actor.ask(swap, timeout_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):

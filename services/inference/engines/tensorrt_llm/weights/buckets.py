@@ -18,6 +18,7 @@ from xxhash import xxh3_64
 from forge.core.errors import ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.files.write_at import write_at
+from forge.runtime.rpc.chunks import chunked
 from services.inference.engines.tensorrt_llm.metrics import STAGED_BYTES
 
 MIB = 1 << 20
@@ -44,16 +45,8 @@ class Buckets:
     def write(self, tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
         """Write a bucket at each step. A tensor above the size of a bucket has its own. Raises
         `ResourceExhausted` for a full directory."""
-        bucket: list[NamedTensor] = []
-        size = number = 0
-        for tensor in tensors:
-            length = _size(tensor)
-            if bucket and size + length > self._bucket_bytes:
-                yield self._written(number, bucket)
-                bucket, size, number = [], 0, number + 1
-            bucket.append(tensor)
-            size += length
-        if bucket:
+        buckets = chunked(tensors, size_of=_size, max_bytes=self._bucket_bytes)
+        for number, bucket in enumerate(buckets):
             yield self._written(number, bucket)
 
     def remove(self, bucket: Bucket) -> None:
