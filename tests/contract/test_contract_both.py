@@ -35,9 +35,7 @@ pytestmark = pytest.mark.matrix
 @pytest.fixture
 async def both(tmp_path: Path) -> AsyncIterator[Pair]:
     """One engine that does both, with passes of 32 tokens."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    async with engines.embedded_both(tmp_path, pass_tokens=32) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.embedded_both, tmp_path, pass_tokens=32) as started:
         yield started
 
 
@@ -98,10 +96,10 @@ async def test_hand_off_of_a_prefill_engine_is_sampled(both: Pair, tmp_path: Pat
 @pytest.mark.parametrize("engine", engines.EMBEDDED)
 async def test_engine_reports_its_prefix_cache(engine: str, tmp_path: Path) -> None:
     """The content at first, then what is stored, removed and cleared, by chain hashes."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
     token_bytes = 3 * 2 * 2 * 16 * 4
-    async with engines.ENGINES[engine](tmp_path, cache_bytes=96 * token_bytes) as pair:
-        await pair.load(published(reference("qwen3")), version=1)
+    async with engines.serving(
+        engines.ENGINES[engine], tmp_path, cache_bytes=96 * token_bytes
+    ) as pair:
         one = replace(GREEDY, max_tokens=1)
         old, recent, newest = (prompt_ids(48, seed=n) for n in range(3))
         await pair.prefill.prefill(make_prompt(old, one), hold_s=60)

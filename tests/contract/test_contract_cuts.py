@@ -26,7 +26,6 @@ from tests.contract.engines import (
     Answer,
     Pair,
     prompt_ids,
-    published,
     reference,
     save_tokenizer,
 )
@@ -46,10 +45,8 @@ CUTS = [
 
 @asynccontextmanager
 async def started_with_tokenizer(engine: str, folder: Path) -> AsyncIterator[Pair]:
-    engines.CONFIGS["qwen3"].save_pretrained(folder)
     save_tokenizer(folder)
-    async with engines.ENGINES[engine](folder) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.ENGINES[engine], folder) as started:
         yield started
 
 

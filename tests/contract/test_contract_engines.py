@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from tests.contract.engines import (
     GREEDY,
     SAMPLED,
     Pair,
+    StartInFolder,
     is_greedy,
     prompt_ids,
     published,
@@ -30,20 +29,14 @@ from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 from tests.support.suite.matrix import usual
 
 
-class Start(Protocol):
-    def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
-
-
 @pytest.fixture(params=usual(engines.ENGINES, "embedded"))
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> StartInFolder:
     """Starts an engine on the Qwen3-type model, without weights."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    factory = engines.ENGINES[request.param]
-    return lambda **options: factory(tmp_path, **options)
+    return engines.start_in(tmp_path, engines.ENGINES[request.param])
 
 
 @pytest.fixture
-async def pair(start: Start) -> AsyncIterator[Pair]:
+async def pair(start: StartInFolder) -> AsyncIterator[Pair]:
     async with start() as started:
         await started.load(published(reference("qwen3")), version=1)
         yield started
@@ -52,9 +45,7 @@ async def pair(start: Start) -> AsyncIterator[Pair]:
 @pytest.fixture(params=engines.or_skipped(engines.SEPARATE, engines.ROLES_OF_VLLM))
 async def separate(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """Two engines that hand over."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    async with engines.SEPARATE[request.param](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.SEPARATE[request.param], tmp_path) as started:
         yield started
 
 
@@ -63,9 +54,7 @@ async def separate(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 )
 async def apart(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """Two engines that hand over in any way."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    async with engines.APART[request.param](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.APART[request.param], tmp_path) as started:
         yield started
 
 
@@ -204,7 +193,7 @@ async def test_continued_request_draws_the_same_tokens(pair: Pair) -> None:
     assert whole.ids[5:] == rest.ids
 
 
-async def test_prompts_beyond_one_pass_keep_their_seeds(start: Start) -> None:
+async def test_prompts_beyond_one_pass_keep_their_seeds(start: StartInFolder) -> None:
     """Each in several passes beside the others: the answers are those alone."""
     async with start(pass_tokens=64) as pair:
         await pair.load(published(reference("qwen3")), version=1)
@@ -215,7 +204,7 @@ async def test_prompts_beyond_one_pass_keep_their_seeds(start: Start) -> None:
     assert [answer.ids for answer in together] == [answer.ids for answer in alone]
 
 
-async def test_prompts_longer_than_a_pass_are_prefilled_in_chunks(start: Start) -> None:
+async def test_prompts_longer_than_a_pass_are_prefilled_in_chunks(start: StartInFolder) -> None:
     """Chunked or not, shared or not, the answer is the same."""
     model = reference("qwen3")
     async with start(pass_tokens=37) as pair:
@@ -264,7 +253,7 @@ async def test_swap_in_mid_answer_changes_the_version_of_later_tokens(pair: Pair
     assert not is_greedy(old, ids, answer.ids)
 
 
-async def test_prompt_whose_caller_has_left_is_read_no_further(start: Start) -> None:
+async def test_prompt_whose_caller_has_left_is_read_no_further(start: StartInFolder) -> None:
     """The engine becomes idle, and serves others."""
     async with start(pass_tokens=8) as pair:
         await pair.load(published(reference("qwen3")), version=1)
@@ -317,7 +306,7 @@ async def test_unfit_weights_change_nothing(pair: Pair) -> None:
     assert set(after.versions) == {1}
 
 
-async def test_abort_frees_the_slot(start: Start) -> None:
+async def test_abort_frees_the_slot(start: StartInFolder) -> None:
     """With one slot, the next request runs."""
     async with start(max_running=1) as pair:
         await pair.load(published(reference("qwen3")), version=1)
@@ -331,7 +320,7 @@ async def test_abort_frees_the_slot(start: Start) -> None:
         assert pair.decode.status().running == 0
 
 
-async def test_more_requests_than_slots_all_finish(start: Start) -> None:
+async def test_more_requests_than_slots_all_finish(start: StartInFolder) -> None:
     """Requests wait for a slot and get the same answers as alone."""
     model = reference("qwen3")
     async with start(max_running=3) as pair:
@@ -348,7 +337,7 @@ async def test_released_prompt_is_not_found(pair: Pair) -> None:
         await pair.prefill.fetch_kv("unheard-of", from_token=0)
 
 
-async def test_request_without_weights_is_unavailable(start: Start) -> None:
+async def test_request_without_weights_is_unavailable(start: StartInFolder) -> None:
     """Before the first weights a request is Unavailable."""
     async with start() as pair:
         with pytest.raises(Unavailable):

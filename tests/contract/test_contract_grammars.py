@@ -20,7 +20,6 @@ from tests.contract.engines import (
     SAMPLED,
     Pair,
     prompt_ids,
-    published,
     reference,
     save_tokenizer,
     text_of,
@@ -46,10 +45,8 @@ HELD = replace(SAMPLED, grammar=JSON, stop_ids=frozenset({END}), max_tokens=200)
 @pytest.fixture(params=engines.able("grammars"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """With weights and a tokenizer."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    async with engines.ENGINES[request.param](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

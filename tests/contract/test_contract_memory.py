@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,14 @@ from forge.core.errors import NotFound, ResourceExhausted
 from services.inference.engines.base import Prompt
 from services.inference.engines.embedded.model.policy import Policy
 from tests.contract import engines
-from tests.contract.engines import GREEDY, Pair, is_greedy, prompt_ids, published, reference
+from tests.contract.engines import (
+    GREEDY,
+    StartInFolder,
+    is_greedy,
+    prompt_ids,
+    published,
+    reference,
+)
 
 pytestmark = pytest.mark.matrix
 
@@ -24,27 +30,19 @@ TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 """Of the model's keys and values: layers, two, heads, their size, float32."""
 
 
-class Start(Protocol):
-    def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
-
-
 @pytest.fixture(params=engines.EMBEDDED)
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> StartInFolder:
     """Starts an engine on the Qwen3-type model, without weights."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    factory = engines.EMBEDDED[request.param]
-    return lambda **options: factory(tmp_path, **options)
+    return engines.start_in(tmp_path, engines.EMBEDDED[request.param])
 
 
 @pytest.fixture(params=engines.SEPARATE)
-def start_separate(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+def start_separate(request: pytest.FixtureRequest, tmp_path: Path) -> StartInFolder:
     """Starts two engines, each with all of the memory."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    factory = engines.SEPARATE[request.param]
-    return lambda **options: factory(tmp_path, **options)
+    return engines.start_in(tmp_path, engines.SEPARATE[request.param])
 
 
-async def test_prefix_cache_is_bounded(start: Start) -> None:
+async def test_prefix_cache_is_bounded(start: StartInFolder) -> None:
     """The least recently used prefix is evicted from a full cache."""
     async with start(cache_bytes=96 * TOKEN_BYTES) as pair:
         await pair.load(published(reference("qwen3")), version=1)
@@ -55,7 +53,7 @@ async def test_prefix_cache_is_bounded(start: Start) -> None:
         assert (await pair.sample(old)).cached_tokens == 0
 
 
-async def test_youngest_request_is_preempted_when_memory_is_full(start: Start) -> None:
+async def test_youngest_request_is_preempted_when_memory_is_full(start: StartInFolder) -> None:
     """Older requests finish, and the youngest gets a retryable error."""
     async with start(kv_bytes=(256 + 512) * TOKEN_BYTES) as pair:
         await pair.load(published(reference("qwen3")), version=1)
@@ -69,7 +67,7 @@ async def test_youngest_request_is_preempted_when_memory_is_full(start: Start) -
 
 
 @pytest.mark.parametrize("group", [3, 4, 5])
-async def test_preempted_request_leaves_the_others_whole(start: Start, group: int) -> None:
+async def test_preempted_request_leaves_the_others_whole(start: StartInFolder, group: int) -> None:
     """A group whose rollouts outgrow their rows in the same step: the oldest finish as if alone."""
     model = reference("qwen3")
     async with start(kv_bytes=7 * 64 * TOKEN_BYTES) as pair:
@@ -86,7 +84,7 @@ async def test_preempted_request_leaves_the_others_whole(start: Start, group: in
     assert all(is_greedy(model, prompt_ids(40), answer.ids) for answer in answers)
 
 
-async def test_prompts_wait_for_memory(start_separate: Start) -> None:
+async def test_prompts_wait_for_memory(start_separate: StartInFolder) -> None:
     """Of many at once, no more are prefilled than can be held; release, expiry and cancellation
     make room, in the order of arrival."""
     async with start_separate(kv_bytes=220 * TOKEN_BYTES) as pair, asyncio.timeout(60):
@@ -113,7 +111,7 @@ async def test_prompts_wait_for_memory(start_separate: Start) -> None:
 
 @pytest.mark.parametrize(("tokens", "warned"), [(512, 0), (511, 2)])
 async def test_memory_below_one_context_is_refused_at_start(
-    start_separate: Start, tokens: int, warned: int
+    start_separate: StartInFolder, tokens: int, warned: int
 ) -> None:
     """By prefill and by decode, with the needed size."""
     with capture_logs() as logged:
@@ -124,7 +122,7 @@ async def test_memory_below_one_context_is_refused_at_start(
     assert all(line["context_tokens"] == engines.CONTEXT_TOKENS for line in told)
 
 
-async def test_equal_prompts_use_memory_once(start_separate: Start) -> None:
+async def test_equal_prompts_use_memory_once(start_separate: StartInFolder) -> None:
     """The first turns of a group are computed and held once."""
     async with start_separate(kv_bytes=120 * TOKEN_BYTES) as pair, asyncio.timeout(60):
         await pair.load(published(reference("qwen3")), version=1)
@@ -137,7 +135,7 @@ async def test_equal_prompts_use_memory_once(start_separate: Start) -> None:
 
 
 async def test_weights_without_memory_to_stage_leave_those_before(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: StartInFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are refused with a retryable error, and may be loaded later."""
     old, new = (reference("qwen3", seed=seed) for seed in (0, 1))
@@ -156,7 +154,7 @@ async def test_weights_without_memory_to_stage_leave_those_before(
         assert is_greedy(new, prompt_ids(20), (await pair.sample(prompt_ids(20))).ids)
 
 
-async def test_prompt_larger_than_memory_is_refused(start: Start) -> None:
+async def test_prompt_larger_than_memory_is_refused(start: StartInFolder) -> None:
     """At once, with both sizes."""
     async with start(kv_bytes=99 * TOKEN_BYTES) as pair:
         await pair.load(published(reference("qwen3")), version=1)

@@ -17,7 +17,6 @@ from tests.contract.engines import (
     SAMPLED,
     Pair,
     prompt_ids,
-    published,
     reference,
     save_tokenizer,
 )
@@ -30,10 +29,8 @@ HELD = replace(SAMPLED, stop_ids=STOPS, min_tokens=5, max_tokens=40)
 @pytest.fixture(params=engines.able("min_tokens"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """With weights and a tokenizer."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    async with engines.ENGINES[request.param](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

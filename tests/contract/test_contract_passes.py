@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Protocol
 
 import pytest
 
@@ -13,6 +11,7 @@ from tests.contract import engines
 from tests.contract.engines import (
     GREEDY,
     Pair,
+    StartInFolder,
     make_prompt,
     prompt_ids,
     published,
@@ -21,19 +20,13 @@ from tests.contract.engines import (
 from tests.support.inference.transformers_answers import greedy_of
 
 
-class Start(Protocol):
-    def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
-
-
 @pytest.fixture(params=engines.EMBEDDED)
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> StartInFolder:
     """Starts the embedded engine on the same model."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    factory = engines.EMBEDDED[request.param]
-    return lambda **options: factory(tmp_path, **options)
+    return engines.start_in(tmp_path, engines.EMBEDDED[request.param])
 
 
-async def test_short_prompt_overtakes_a_long_one(start: Start) -> None:
+async def test_short_prompt_overtakes_a_long_one(start: StartInFolder) -> None:
     """It is answered while the long one is still being read; both are right."""
     firsts: dict[int, list[int]] = {}
 

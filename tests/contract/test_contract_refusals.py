@@ -11,7 +11,7 @@ import pytest
 from forge.core.errors import UnsupportedByEngines
 from services.inference.engines.base import Grammar, Reweighting
 from tests.contract import engines
-from tests.contract.engines import SAMPLED, Pair, prompt_ids, published, reference
+from tests.contract.engines import SAMPLED, Pair, prompt_ids
 from tests.support.suite.matrix import usual
 
 ASKED = {
@@ -26,9 +26,7 @@ ASKED = {
 
 @pytest.fixture(params=usual(engines.ENGINES, "embedded"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    async with engines.ENGINES[request.param](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

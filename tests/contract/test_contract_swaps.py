@@ -17,9 +17,7 @@ async def test_prompt_of_two_weight_versions_is_never_cached(engine: str, tmp_pa
     neither, although the new ones are in service by then."""
     new = reference("qwen3", seed=1)
     ids = prompt_ids(60)
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    async with engines.SEPARATE[engine](tmp_path) as pair:
-        await pair.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.SEPARATE[engine], tmp_path) as pair:
         await pair.sample(ids)
         await pair.prefill.load(published(new), version=2)
 

@@ -20,7 +20,6 @@ from tests.contract.engines import (
     Answer,
     Pair,
     prompt_ids,
-    published,
     reference,
     save_tokenizer,
 )
@@ -29,10 +28,8 @@ from tests.contract.engines import (
 @pytest.fixture(params=engines.able("top_logprobs"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """With weights and a tokenizer."""
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    async with engines.ENGINES[request.param](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

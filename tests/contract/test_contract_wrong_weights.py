@@ -21,9 +21,7 @@ pytestmark = pytest.mark.matrix
 
 @pytest.fixture(params=engines.ENGINES)
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    async with engines.ENGINES[request.param](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

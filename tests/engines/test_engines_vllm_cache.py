@@ -53,9 +53,7 @@ def chains(ids: list[int]) -> set[bytes]:
 
 @pytest_asyncio.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
-    async with engines.ENGINES["vllm"](tmp_path) as started:
-        await started.load(published(reference("qwen3")), version=1)
+    async with engines.serving(engines.ENGINES["vllm"], tmp_path) as started:
         yield started
 
 

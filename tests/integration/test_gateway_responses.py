@@ -13,7 +13,7 @@ from openai.types.responses import Response
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
 from tests.support.gateway.durable_turns import until_durable
-from tests.support.gateway.stack import GatewayStack, check_exact, recorded, token_tree
+from tests.support.gateway.stack import GatewayStack, closed, token_tree
 
 FAMILY = "qwen3"
 TOOL: Any = {
@@ -58,17 +58,6 @@ def results(response: Response) -> list[Any]:
         }
         for call in calls
     ]
-
-
-async def closed(
-    stack: GatewayStack, coordinator: Coordinator, gateway: Instance, trajectory_id: str
-) -> common_pb2.Trajectory:
-    """The trajectory, sealed, and checked against what the engine saw."""
-    async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
-        await agent.close()
-    trajectory = await recorded(stack, coordinator, trajectory_id)
-    check_exact(stack, trajectory)
-    return trajectory
 
 
 def check_linear(trajectory: common_pb2.Trajectory) -> None:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from forge.runtime.coordination import Coordinator, Instance
 from forge.v1 import common_pb2
-from tests.support.gateway.stack import GatewayStack, check_exact, recorded
+from tests.support.gateway.stack import GatewayStack, closed
 from tests.support.runtime.waiting import until
 
 FAMILY = "qwen3"
@@ -66,16 +66,6 @@ async def ask(socket: ClientWebSocketResponse, **asked: Any) -> dict[str, Any]:
     last = (await answer(socket))[-1]
     response: dict[str, Any] = last.get("response", last)
     return response
-
-
-async def closed(
-    stack: GatewayStack, coordinator: Coordinator, gateway: Instance, trajectory_id: str
-) -> common_pb2.Trajectory:
-    async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
-        await agent.close()
-    trajectory = await recorded(stack, coordinator, trajectory_id)
-    check_exact(stack, trajectory)
-    return trajectory
 
 
 async def test_each_request_of_a_socket_sends_only_new_items(

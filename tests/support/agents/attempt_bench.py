@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from forge.agents.scoring.scoring import Scorer
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
-from tests.support.agents.scripted_gateway import Instances, ScriptedGateway, replay, text
+from tests.support.agents.scripted_gateway import Instances, Message, ScriptedGateway, replay, text
 from tests.support.agents.tasks import SumDomain
 
 
@@ -58,6 +59,22 @@ class Bench:
             return await attempt.run(claim)
         finally:
             await rewards.close()
+
+    async def stopped(self, claim: Any) -> asyncio.Task[Any]:
+        """A run that is cancelled during its first model call, at its end."""
+        began = asyncio.Event()
+
+        async def hang(token: str, messages: list[Message]) -> Message:
+            began.set()
+            await asyncio.Event().wait()
+            return text("never")
+
+        self.gateway.script = hang
+        running = asyncio.create_task(self.run(claim))
+        await began.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        return running
 
     def session(self, number: int = 0) -> Any:
         return self.gateway.session(f"token-{number}")

@@ -229,3 +229,14 @@ def check_exact(stack: GatewayStack, trajectory: common_pb2.Trajectory, *, lost:
     )
     assert not on_record - asked
     assert (asked - on_record).total() == lost
+
+
+async def closed(
+    stack: GatewayStack, coordinator: Coordinator, gateway: Instance, trajectory_id: str
+) -> common_pb2.Trajectory:
+    """The trajectory, sealed, and checked against what the engine saw."""
+    async with stack.agent(gateway, stack.token(trajectory_id)) as agent:
+        await agent.close()
+    trajectory = await recorded(stack, coordinator, trajectory_id)
+    check_exact(stack, trajectory)
+    return trajectory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ def commit(store: PoolStore, command: Command) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+@dataclass
+class Writer:
+    """Commits each command at once."""
+
+    store: PoolStore
+
+    async def ask(self, message: Any, *, timeout_s: float) -> Any:
+        return commit(self.store, message)
 
 
 def append(store: PoolStore, *turns: common_pb2.Turn) -> None:
@@ -157,3 +168,9 @@ def records_of(directory: Path) -> dict[Table, list[tuple[bytes, bytes]]]:
     with snapshot(directory) as (transaction, databases):
         records = Records(transaction, databases)
         return {table: list(records.scan_checksummed(table)) for table in Table}
+
+
+def as_version_4(records: Records) -> None:
+    """Takes out of a shard what version 4 did not have."""
+    records.clear(Table.LABELS)
+    records.put(Table.META, b"schema_version", b"4")

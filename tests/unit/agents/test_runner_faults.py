@@ -90,18 +90,7 @@ async def test_turns_lost_with_a_gateway_are_an_infrastructure_failure(bench: Be
 
 async def test_stopped_rollout_is_abandoned_as_an_infrastructure_failure(bench: Bench) -> None:
     """The next leader does not count it either."""
-    began = asyncio.Event()
-
-    async def hang(token: str, messages: list[Message]) -> Message:
-        began.set()
-        await asyncio.Event().wait()
-        return text("never")
-
-    bench.gateway.script = hang
-    running = asyncio.create_task(bench.run(lease()))
-    await began.wait()
-    running.cancel()
-    await asyncio.wait([running])
+    await bench.stopped(lease())
     assert kind_of_abandoned(bench.session().reason) is FailureKind.INFRASTRUCTURE
 
 

@@ -17,9 +17,8 @@ from services.pool.config import PoolConfig
 from services.pool.readers import ReaderThreads
 from services.pool.replication.follower import Following
 from services.pool.replication.replica import Replica
-from services.pool.store import PoolStore
 from tests.support.pool.replicas import LINEAGE, Node
-from tests.support.pool.store import commit
+from tests.support.pool.store import Writer
 
 
 async def no_work() -> None:
@@ -72,16 +71,6 @@ class Process:
 
     def stop(self) -> None:
         self.stopped.set()
-
-
-@dataclass
-class Writer:
-    """Commits each command at once."""
-
-    store: PoolStore
-
-    async def ask(self, message: Any, *, timeout_s: float) -> Any:
-        return commit(self.store, message)
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest_asyncio
 
@@ -19,21 +18,12 @@ from services.pool.storage.keys import trajectory_key, turn_key
 from services.pool.storage.record_copies import CopiedRecords, copied_records
 from services.pool.storage.records import DamagedRecord, Records
 from services.pool.storage.tables import Key, Table
-from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_turn
 from tests.support.pool.replicas import Node
-from tests.support.pool.store import append, commit, damage_of, put_groups
+from tests.support.pool.store import Writer, append, damage_of, put_groups
 
 KEY = turn_key(trajectory_key(parse_trajectory_id("a:0:0")), 0)
 MET = DamagedRecord("met", table=Table.TURNS, key=KEY)
-
-
-@dataclass
-class Writer:
-    store: PoolStore
-
-    async def ask(self, message: Any, *, timeout_s: float) -> Any:
-        return commit(self.store, message)
 
 
 @dataclass

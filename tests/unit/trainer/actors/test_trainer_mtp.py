@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,19 +13,16 @@ from transformers import AutoModelForCausalLM
 from forge.core.errors import InvalidArgument
 from forge.core.named_tensor import NamedTensor as Received
 from forge.rl.config import MtpConfig, OptimizerConfig
-from forge.rl.learner.batch_plan import plan_batch
-from forge.rl.learner.types import StepResult
 from services.inference.engines.embedded.model.policy import Policy
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.learner.model_replica import Capture, Take
+from services.trainer.learner.model_replica import Capture
 from services.trainer.published.publisher import Snapshot
 from services.trainer.reporting import step_metrics
 from services.trainer.reporting.sinks import scalars
 from services.trainer.samples.samples import BatchSamples
-from tests.support.rl.models import make_sample
-from tests.support.trainer.learners import started_learner
+from tests.support.trainer.learners import started_learner, take_step
 from tests.support.trainer.old_checkpoints import as_format_2, as_listed
 
 
@@ -34,15 +30,6 @@ def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActo
     optimizer = OptimizerConfig(learning_rate=1e-3)
     settings = {"optimizer": optimizer, "mtp": MtpConfig(heads=2), **settings}
     return started_learner(model_path, checkpoints, **settings)
-
-
-def step(actor: LearnerActor) -> StepResult:
-    rng = Random(3)
-    samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
-    plan = plan_batch(samples, token_budget=64, channels=32)
-    result: StepResult = actor.receive(Take(plan=plan, weight_version=1))
-    assert result.skipped == ""
-    return result
 
 
 def save(actor: LearnerActor, checkpoints: Path) -> Path:
@@ -63,7 +50,7 @@ def test_draft_heads_are_sent_after_the_model_and_saved_beside_it(
 ) -> None:
     """The same bytes both ways; the checkpoint still loads as the plain model."""
     actor = learner(model_path, tmp_path)
-    step(actor)
+    take_step(actor)
     path = save(actor, tmp_path)
     saved, received = load_file(path / "mtp.safetensors"), sent(actor)
     names = list(received)
@@ -89,7 +76,7 @@ def test_run_continues_with_its_draft_heads(model_path: Path, tmp_path: Path, tw
     """After a restore the next step is the same, with heads; also from a checkpoint of an earlier
     version, which has them in the learner's file too."""
     first = learner(model_path, tmp_path)
-    step(first)
+    take_step(first)
     path = save(first, tmp_path)
     state = torch.load(path / "learner.pt", weights_only=True)
     assert "heads" not in state["mtp"] and state["mtp"]["optimizer"]["state"]
@@ -101,7 +88,7 @@ def test_run_continues_with_its_draft_heads(model_path: Path, tmp_path: Path, tw
         as_listed(path)
     second = learner(model_path, tmp_path)
     assert second.receive(Restore()) is not None
-    results = [step(one) for one in (first, second)]
+    results = [take_step(one) for one in (first, second)]
     assert results[0].mtp == results[1].mtp
     assert {n: t.data for n, t in sent(first).items()} == {
         n: t.data for n, t in sent(second).items()
@@ -113,7 +100,7 @@ def test_new_run_starts_with_the_draft_heads_beside_its_model(
 ) -> None:
     """A checkpoint as `model_path` has them; another number of heads is refused."""
     old = learner(model_path, tmp_path / "old")
-    step(old)
+    take_step(old)
     path = save(old, tmp_path / "old")
     heads = {n: t.data for n, t in sent(old).items() if n.startswith("mtp.")}
     fresh = sent(learner(path, tmp_path / "new"))
@@ -128,7 +115,7 @@ def test_draft_head_loss_and_acceptance_are_reported(model_path: Path, tmp_path:
         samples=(), outcomes={"code": [1.0]}, sampled_tokens=3, groups=1, trajectories=1,
         flat_groups=0, excluded=0,
     )  # fmt: skip
-    result = step(learner(model_path, tmp_path))
+    result = take_step(learner(model_path, tmp_path))
     times = step_metrics.StepTimes(step_s=1.0, wait_s=0.0, publish_s=0.0)
     told = step_metrics.step_metrics(
         step=1, weight_version=1, batch=batch, result=result, times=times, earlier=[]

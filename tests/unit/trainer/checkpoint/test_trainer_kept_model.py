@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,18 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from forge.core.errors import DataLoss
 from forge.rl.config import MtpConfig, OptimizerConfig
-from forge.rl.learner.batch_plan import plan_batch
-from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.history import History
 from services.trainer.checkpoint.reading import master_weights
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.learner.model_replica import Capture, Take
+from services.trainer.learner.model_replica import Capture
 from services.trainer.published.publisher import Publisher
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.setting_tables import LoraSettings
-from tests.support.rl.models import make_sample
-from tests.support.trainer.learners import started_learner
+from tests.support.trainer.learners import started_learner, take_step
 from tests.support.trainer.old_checkpoints import as_format_2, as_listed
 from tests.support.trainer.published_weights import FakeRegister, fetch
 
@@ -46,15 +42,6 @@ WAYS = [
 def learner(model_path: Path, checkpoints: Path, settings: dict[str, Any]) -> LearnerActor:
     optimizer = OptimizerConfig(learning_rate=1e-3)
     return started_learner(model_path, checkpoints, optimizer=optimizer, **settings)
-
-
-def take_step(actor: LearnerActor) -> StepResult:
-    rng = Random(3)
-    samples = [make_sample([1, 2, 3, n, n + 1], (3, 5), rng=rng) for n in range(4)]
-    plan = plan_batch(samples, token_budget=64, channels=32)
-    result: StepResult = actor.receive(Take(plan=plan, weight_version=1))
-    assert result.skipped == ""
-    return result
 
 
 async def received(actor: LearnerActor) -> dict[str, tuple[str, bytes]]:

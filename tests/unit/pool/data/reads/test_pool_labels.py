@@ -20,12 +20,20 @@ from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.environment.migrations import SCHEMA_VERSION, stored_version
 from services.pool.storage.groups.labels import has_labels, label_prefixes
 from services.pool.storage.keys import task_prefix
-from services.pool.storage.records import DamagedRecord, Records
+from services.pool.storage.records import DamagedRecord
 from services.pool.storage.tables import Key, Table
 from services.pool.store import PoolStore
 from tests.support.pool.damage import delete_record, flip_key, put_raw
 from tests.support.pool.records import make_group
-from tests.support.pool.store import change, commit, damage_of, put_groups, seal, set_states
+from tests.support.pool.store import (
+    as_version_4,
+    change,
+    commit,
+    damage_of,
+    put_groups,
+    seal,
+    set_states,
+)
 
 MIB = 1 << 20
 TASKS = ("a", "a-b", "a.b", "aa", "b", "b9", "b_", "c")
@@ -166,12 +174,6 @@ def test_erasure_removes_labels(store: PoolStore) -> None:
     assert entries(store) == [scaffold + task_prefix("t")]
     assert found(store, user="ada") == found(store, scaffold="whitebox") == []
     assert damage_of(store) == []
-
-
-def as_version_4(records: Records) -> None:
-    """Takes out of a shard what version 4 did not have."""
-    records.clear(Table.LABELS)
-    records.put(Table.META, b"schema_version", b"4")
 
 
 def test_shard_of_version_4_opens_with_its_labels(

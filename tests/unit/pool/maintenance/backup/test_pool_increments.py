@@ -25,12 +25,12 @@ from services.pool.maintenance.backup.manifests import (
 )
 from services.pool.maintenance.backup.restore import restore
 from services.pool.storage.environment.lmdb_env import Environment
-from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.store import (
     append,
+    as_version_4,
     change,
     commit,
     put_groups,
@@ -200,12 +200,6 @@ def test_interrupted_increment_leaves_no_directory(
     assert not (tmp_path / "late").exists()
     back_up_changes(tmp_path / "shard", full, tmp_path / "late", quiet)
     assert restore(tmp_path / "late", tmp_path / "restored", quiet) == []
-
-
-def as_version_4(records: Records) -> None:
-    """Takes out of a shard what version 4 did not have."""
-    records.clear(Table.LABELS)
-    records.put(Table.META, b"schema_version", b"4")
 
 
 def test_backup_of_an_earlier_schema_is_restored(open_store: Open, tmp_path: Path) -> None:
