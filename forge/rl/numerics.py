@@ -153,7 +153,7 @@ def store_narrow(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def store_frozen_narrow(
-    model: nn.Module, dtype: torch.dtype, *, lossless: Callable[[nn.Parameter], bool] | None = None
+    model: nn.Module, dtype: torch.dtype, *, lossless: Callable[[nn.Parameter], bool] | None
 ) -> None:
     """Keep frozen matrices in `dtype` where this changes no value, as for those of a model
     directory of that type: passes in it compute the same with half the memory. `lossless` decides

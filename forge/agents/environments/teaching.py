@@ -90,7 +90,7 @@ class TaughtDomain(Generic[EpisodeT]):
         return self.new_episode(payload)
 
     def demonstrate(
-        self, payload: Mapping[str, Any], rng: Random, *, flawless: bool = False
+        self, payload: Mapping[str, Any], rng: Random, *, flawless: bool
     ) -> Demonstration:
         """Returns one attempt of the teacher, with or without its mistakes."""
         episode = self.episode(payload)

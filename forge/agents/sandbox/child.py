@@ -25,7 +25,7 @@ PASSED: Final = frozenset(
 """Variables that each child gets, with LC_*: they have no secrets."""
 
 
-def clean_environment(extra: Collection[str] = ()) -> dict[str, str]:
+def clean_environment(extra: Collection[str]) -> dict[str, str]:
     """Returns the runner's variables without its secrets: `PASSED` and `extra` only."""
     return {
         name: value

@@ -7,7 +7,7 @@ import ssl
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 
-def shared_client(*, timeout_s: float, tls_ca: str = "") -> AsyncOpenAI:
+def shared_client(*, timeout_s: float, tls_ca: str) -> AsyncOpenAI:
     """Return a client without address and key; `with_options` sets those of a rollout.
 
     One connection pool for all rollouts: a client per rollout would cost 50 ms each.

@@ -8,7 +8,7 @@ from pathlib import Path
 from forge.cli.finding import findings_of, report
 
 
-def examine_engine(name: str, *, python: Path | None = None, model: Path | None = None) -> int:
+def examine_engine(name: str, *, python: Path | None, model: Path | None) -> int:
     """Prints the findings of an engine as they come. `python`: the interpreter of its environment,
     by default this one. Returns the exit code: 0 without problems, otherwise 1."""
     command = [str(python or sys.executable), "-m", "services.inference.engines.doctor", name]

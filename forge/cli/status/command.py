@@ -29,7 +29,7 @@ _FOR_PROGRAMS = frozenset(
 """Metadata that one service reads of another, or that is a problem below; `--json` has it."""
 
 
-async def show_status(at: Connection, *, as_json: bool = False) -> None:
+async def show_status(at: Connection, *, as_json: bool) -> None:
     """Prints services, answers and problems. Raises `Unavailable` without etcd."""
     async with at.open() as (coordinator, channels):
         state = await read_state(coordinator, channels, cluster=at.cluster)

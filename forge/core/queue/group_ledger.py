@@ -49,13 +49,13 @@ class GroupLedger:
         window: Window,
         selection: Selection,
         *,
-        domain_limits: Mapping[str, int] | None = None,
+        domain_limits: Mapping[str, int],
     ) -> None:
         """`domain_limits`: most running groups of a domain, of both purposes."""
         self.window = window
         self.selection = selection
         self.counts = GroupCounts()
-        self._domain_limits = dict(domain_limits or {})
+        self._domain_limits = dict(domain_limits)
         self.dispatch = Dispatch()
         self._reach = min(window.size, selection.running_limit) - 1
         """Most older groups that a priority may start before: such a group is near the head, where

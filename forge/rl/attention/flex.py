@@ -89,7 +89,7 @@ def _cap(softcap: float) -> Callable[..., Tensor]:
 
 
 def tree_block_mask(
-    schedule: AttentionSchedule, *, window: int = _FAR, device: torch.device | str = "cpu"
+    schedule: AttentionSchedule, *, window: int, device: torch.device | str
 ) -> BlockMask:
     """The visible blocks, which of them are fully visible, and the mask of the others."""
     prefix, tokens = schedule.prefix, schedule.tokens

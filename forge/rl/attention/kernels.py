@@ -101,7 +101,7 @@ class Portable:
 Kernel = CpuFlash | Portable
 
 
-def kernel_for(device: torch.device, *, softcap: float = 0.0) -> Kernel:
+def kernel_for(device: torch.device, *, softcap: float) -> Kernel:
     """The fastest kernel of a device that has such a softcap."""
     return CpuFlash() if device.type == "cpu" and not softcap else Portable()
 

@@ -41,7 +41,7 @@ class UpdateFacts:
 
 
 def joined_plan(
-    own: Sequence[BatchPlan] | None, policy: TreePolicy, *, peers: dist.ProcessGroup | None = None
+    own: Sequence[BatchPlan] | None, policy: TreePolicy, *, peers: dist.ProcessGroup | None
 ) -> BatchPlan:
     """The step of all data groups on a batch, with the trees of this rank's group.
 

@@ -97,7 +97,7 @@ def reinforce_loss(tokens: TrainedTokens) -> Tensor:
     return -(tokens.advantages * tokens.logprobs)
 
 
-def sequence_ratio(tokens: TrainedTokens, *, trajectory: bool = False) -> Tensor:
+def sequence_ratio(tokens: TrainedTokens, *, trajectory: bool) -> Tensor:
     """[S] GSPO's ratio: geometric mean over the tokens of a sample or its trajectory, without
     gradient."""
     lengths_S = tokens.trajectory_lengths if trajectory else tokens.lengths
@@ -119,7 +119,7 @@ def clipped_tokens(
     clip_low: float,
     clip_high: float,
     dual_clip: float = 0.0,
-    trajectory: bool = False,
+    trajectory: bool,
 ) -> Tensor:
     """[T] whether a bound removes the token's gradient, by the ratio of the named algorithm."""
     if name == "gspo":

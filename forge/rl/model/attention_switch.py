@@ -24,7 +24,7 @@ from forge.rl.model.capabilities import (
 class AttentionSwitch:
     """Sets the attention implementation of one model."""
 
-    def __init__(self, model: Any, *, forked: bool, way: Way | None, own: str = "") -> None:
+    def __init__(self, model: Any, *, forked: bool, way: Way | None, own: str) -> None:
         """Set the attention of `way`, None: of the way by the configuration. `forked` says that
         layers hand a state from node to node; `own` is the stock implementation, "": that of the
         model."""

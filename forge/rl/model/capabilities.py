@@ -111,7 +111,7 @@ def stock_attention(config: Any) -> str:
     return "eager" if capped and own == "sdpa" else own
 
 
-def unmergeable(model: Any, *, forked: bool = False) -> str:
+def unmergeable(model: Any, *, forked: bool) -> str:
     """Reason why a token's output depends on more than its ancestors' keys, values and states; ""
     if not. `forked`: it has recurrent layers that compute trees."""
     config = model.config.get_text_config(decoder=True)

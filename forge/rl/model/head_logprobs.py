@@ -263,10 +263,10 @@ def edge_columns(
     *,
     logits_RV: Tensor | None,
     weight_VC: Tensor,
-    logits: Logits = PLAIN,
-    value_head: nn.Linear | None = None,
-    entropy_gradient: bool = False,
-    backbone_type: torch.dtype | None = None,
+    logits: Logits,
+    value_head: nn.Linear | None,
+    entropy_gradient: bool,
+    backbone_type: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """All that a loss takes from a pass: differentiable columns, and entropies [E] without
     gradient. The columns are log-probs [E], or [E, k]: log-probs, then values with `value_head`,
@@ -308,7 +308,7 @@ def table_rows(states: int, weight_shape: tuple[int, ...]) -> int:
 
 
 def logits_logprobs(
-    logits_RV: Tensor, head: HeadRows, *, entropy_gradient: bool = False
+    logits_RV: Tensor, head: HeadRows, *, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Like `edge_logprobs`, from logits that the model itself computed for the rows."""
     wide = torch.promote_types(logits_RV.dtype, torch.float32)

@@ -197,7 +197,7 @@ class TreePolicy:
         return columns_T if columns_T.ndim == 1 else columns_T[:, 0], entropy_T
 
     def logprobs_and_values(
-        self, batch: TreeBatch, *, passes: int = 0
+        self, batch: TreeBatch, *, passes: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, the values of the states sampled in (both differentiable), entropies."""
         columns_T, entropy_T = self._tokens(batch, passes)

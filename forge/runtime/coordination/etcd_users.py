@@ -50,7 +50,7 @@ async def apply_roles(
     cluster: str,
     credentials: grpc.ChannelCredentials | None,
     directory: Path,
-    runners: Sequence[str] = (),
+    runners: Sequence[str],
 ) -> list[str]:
     """Make the users and roles of a cluster, and enable authentication. Returns the changes.
     `runners`: hosts whose runners get a user of their own.

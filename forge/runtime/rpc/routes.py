@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 
 from forge.core.errors import InvalidArgument
 from forge.core.routes import Routes, RouteSpan
-from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.v1.common_pb2 import RoutedExperts
 
 
@@ -69,9 +68,7 @@ def clipped(span: RouteSpan, *, start: int, end: int, most_bytes: int) -> RouteS
     return RouteSpan(start=first, tokens=tokens, routes=span.routes, first_row=skipped)
 
 
-def split_routes(
-    message: RoutedExperts, *, max_bytes: int = CHUNK_BYTES
-) -> Iterator[RoutedExperts]:
+def split_routes(message: RoutedExperts, *, max_bytes: int) -> Iterator[RoutedExperts]:
     """Yield messages of at most `max_bytes` of rows, or of one row."""
     span = read_routes(message)
     if span is None:

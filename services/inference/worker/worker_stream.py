@@ -31,9 +31,7 @@ _METHODS = {"prefill": "PrefillService/Prefill", "decode": "DecodeService/Decode
 class WorkerServicer(rpc.WorkerServiceServicer):
     """The stream of a worker of any role."""
 
-    def __init__(
-        self, *, prefill: PrefillServicer | None = None, decode: DecodeServicer | None = None
-    ) -> None:
+    def __init__(self, *, prefill: PrefillServicer | None, decode: DecodeServicer | None) -> None:
         """The servicers of this worker's role, or both."""
         self._streams = ServedStreams(lambda: _WorkerStream(prefill, decode))
 

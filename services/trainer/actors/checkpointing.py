@@ -67,7 +67,7 @@ class CheckpointWriter(ThreadActor):
     def __init__(
         self,
         store: CheckpointStore,
-        sending: Callable[[], Collection[int]] = frozenset,
+        sending: Callable[[], Collection[int]],
         copies: RemoteCopies | None = None,
     ) -> None:
         """`sending` returns the steps that standbys are fetching; these stay, too. `copies` is

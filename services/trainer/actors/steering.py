@@ -105,7 +105,7 @@ class Steering(Actor):
         fence: Callable[[], int],
         workers: Callable[[], Awaitable[Sequence[Instance]]],
         served: ServedVersions,
-        canary: CanarySettings = CanarySettings(),  # noqa: B008
+        canary: CanarySettings,
     ) -> None:
         """`source` returns this trainer's address, "" while it is unknown; `fence` that of the
         present leadership, or raises `Unavailable`; `workers` the workers in discovery; `served`

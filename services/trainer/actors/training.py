@@ -76,8 +76,8 @@ class Training(Actor):
         record: TrainingRecord,
         lineage: Lineage,
         make_publisher: Callable[[int], Publisher],
-        evaluator: Evaluator | None = None,
-        clock: RunClock | None = None,
+        evaluator: Evaluator | None,
+        clock: RunClock | None,
         qualities: Qualities | None = None,
         values: KeptTokenValues | None = None,
     ) -> None:

@@ -126,7 +126,7 @@ class CheckpointStore:
         self._known.add(path)
         return path
 
-    def oldest_step(self, *, recorded: int = 0) -> int:
+    def oldest_step(self, *, recorded: int) -> int:
         """Step of the oldest checkpoint to which a rewind may return, damaged or not: one of the
         newest that retention keeps, or the `recorded` one. 0 if there is none."""
         steps = [step_of(path) for path in checkpoints_in(self._directory)]

@@ -138,7 +138,7 @@ class ModelReplica:
     """Model and optimizer of one rank. Not thread-safe."""
 
     def __init__(
-        self, config: TrainerConfig, *, world: World | None = None, trees: OwnTrees | None = None
+        self, config: TrainerConfig, *, world: World | None, trees: OwnTrees | None
     ) -> None:
         """Begins with the starting weights. The ranks of `world` must get the same orders; `trees`
         are needed for `TakeRead`.

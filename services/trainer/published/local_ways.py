@@ -43,7 +43,7 @@ class Rest:
 class LocalWays:
     """The files of the versions that this trainer sends."""
 
-    def __init__(self, *, workers: Workers, directory: str = "") -> None:
+    def __init__(self, *, workers: Workers, directory: str) -> None:
         """`workers` returns the workers in discovery; `directory`: the setting `weights_dir`."""
         self._workers = workers
         self._place = host_memory.place()

@@ -131,7 +131,7 @@ class Dispatch:
         )
 
     def first_rollout(
-        self, *, evaluation: bool, away: frozenset[str], able: Abilities = ANY
+        self, *, evaluation: bool, away: frozenset[str], able: Abilities
     ) -> Slot | None:
         """The rollout of a running group to lease next."""
         return _first(self._ready[evaluation], away, fits=able.cover)

@@ -25,7 +25,7 @@ from services.inference.engines.embedded.prefill_schedule import Span
 class PrefillPass:
     """The KvPass over spans of several prompts."""
 
-    def __init__(self, spans: Sequence[Span], packed: PackedAttention | None = None) -> None:
+    def __init__(self, spans: Sequence[Span], packed: PackedAttention | None) -> None:
         """`packed`: the attention for whole prompts, if there is one for this device."""
         self._spans = spans
         self._packed = packed if all(span.start == 0 for span in spans) else None

@@ -33,7 +33,7 @@ class LlmAnswer:
     """Tokens of one request, until a finish or an error."""
 
     def __init__(
-        self, llm: Llm, prompt: Prompt, *, first: Tokens | None = None, hand_off: HandOff | None
+        self, llm: Llm, prompt: Prompt, *, first: Tokens | None, hand_off: HandOff | None
     ) -> None:
         """`first`: what prefill sampled; its keys and values arrive by `hand_off`, or are computed
         again."""

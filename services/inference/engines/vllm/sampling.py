@@ -39,8 +39,8 @@ def to_params(
     limits: ModelLimits,
     *,
     end_token: int | None,
-    first: tuple[int, ...] = (),
-    shares: bool = True,
+    first: tuple[int, ...],
+    shares: bool,
 ) -> SamplingParams:
     """Return vLLM's parameters. `end_token`: the tokenizer's, with which alone a grammar ends.
     `first`: tokens that the answer begins with. `shares`: whether the engine has the additions to

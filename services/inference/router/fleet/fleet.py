@@ -169,12 +169,12 @@ class Fleet:
         self,
         prompt: PromptChains,
         *,
-        session: str = "",
+        session: str,
         now_s: float,
-        floor: int = 0,
-        read_by: Worker | None = None,
-        early: bool = False,
-        needs: Needs = NO_NEEDS,
+        floor: int,
+        read_by: Worker | None,
+        early: bool,
+        needs: Needs,
     ) -> Worker:
         """Return the worker that is to sample: the one that has read the prompt, if it can, else
         the cheapest that takes its keys and values, of its weights if there is one. Raises as

@@ -113,7 +113,7 @@ NO_NEEDS = Needs()
 
 
 def require_able(
-    needs: Needs, engines: Collection[Engine], *, departed: Collection[Engine] = ()
+    needs: Needs, engines: Collection[Engine], *, departed: Collection[Engine]
 ) -> None:
     """Check that the engines of a fleet can read and sample the rest of an answer; roles without
     any engine are not checked.

@@ -31,7 +31,7 @@ class WeightAssembly:
         names: Sequence[str],
         *,
         total_bytes: int,
-        entries: Sequence[TensorEntry] = (),
+        entries: Sequence[TensorEntry],
         base_version: int = 0,
         base: Mapping[str, NamedTensor] | None = None,
     ) -> None:

@@ -62,9 +62,9 @@ class WeightFetch:
         channels: Channels,
         relay: WeightRelay,
         silence_s: float,
-        local: LocalWeights | None = None,
-        served: Mapping[int, HeldWeights] | None = None,
-        is_overtaken: Callable[[], bool] = lambda: False,
+        local: LocalWeights | None,
+        served: Mapping[int, HeldWeights],
+        is_overtaken: Callable[[], bool],
     ) -> None:
         """`local`: files that may have the version. `served`: the version in service, the base of
         deltas. `is_overtaken`: newer weights are announced; then it ends at a source without
@@ -87,7 +87,7 @@ class WeightFetch:
         self._relay = relay
         self._silence_s = silence_s
         self._local = local
-        self._served = served or {}
+        self._served = served
         self._is_overtaken = is_overtaken
         self._encoded = b""
         self._manifest: WeightManifest | None = None

@@ -18,7 +18,7 @@ from services.inference.worker.metrics import WEIGHT_FILES_REFUSED
 class LocalWeights:
     """Shared memory of the host, then the shared directory."""
 
-    def __init__(self, *, directory: str = "") -> None:
+    def __init__(self, *, directory: str) -> None:
         """`directory`: the setting `weights_dir`."""
         self.place = host_memory.place()
         """Name of the memory that this worker shares; "" without."""

@@ -23,7 +23,7 @@ class WeightSources:
         peers: Sequence[Discovery],
         *,
         own_id: str,
-        fetches: Callable[[str, int], bool] = lambda instance_id, version: True,
+        fetches: Callable[[str, int], bool],
     ) -> None:
         """`fetches`: whether an instance is to serve a version; others cannot relay it."""
         self._peers = peers

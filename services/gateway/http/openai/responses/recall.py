@@ -35,7 +35,7 @@ from services.gateway.turns.record import ASK_TIMEOUT_S
 
 
 async def conversation_of(
-    session: Session, asked: ResponsesRequest, edge: Edge, *, known: Collection[str] = ()
+    session: Session, asked: ResponsesRequest, edge: Edge, *, known: Collection[str]
 ) -> Sequence[Message]:
     """Returns the complete conversation: instructions, earlier messages, new messages. `known` are
     keys of responses that are known here although they are not stored.

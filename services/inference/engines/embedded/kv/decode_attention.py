@@ -39,7 +39,7 @@ class SlabStep:
         slabs: Sequence[Slab],
         prefix_slabs: Sequence[Slab],
         *,
-        part: Sequence[SlabRow] | None = None,
+        part: Sequence[SlabRow] | None,
     ) -> None:
         """`part`: the sequences to compute, consecutive in that order; None: all."""
         device = slabs[0].layers[0].device

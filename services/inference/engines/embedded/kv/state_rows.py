@@ -19,7 +19,7 @@ class StateRows:
     """At most `rows` running sequences."""
 
     def __init__(
-        self, shape: StateShape, device: torch.device, *, rows: int, block_tokens: int = 0
+        self, shape: StateShape, device: torch.device, *, rows: int, block_tokens: int
     ) -> None:
         """`block_tokens`: the states after the last whole block of each sequence are kept, too; 0:
         they are not."""

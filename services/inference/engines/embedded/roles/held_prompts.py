@@ -33,7 +33,7 @@ class HeldPrompts:
         capacity_bytes: int,
         token_bytes: int,
         on_release: Callable[[], None],
-        prompt_bytes: int = 0,
+        prompt_bytes: int,
     ) -> None:
         """`prompt_bytes`: of a prompt of any length, during its read."""
         self._capacity_bytes = capacity_bytes
