@@ -95,12 +95,8 @@ class AdmissionQueue:
     def _expire(self) -> None:
         self._expiry = None
         while self._waiting and not self._capacity and self._left_s(self._waiting[0]) <= 0:
-            place = self._waiting.popleft()
-            if not place.granted.done():
-                place.granted.set_exception(
-                    Unavailable(
-                        f"no decode instance within {self._patience_s:g} s",
-                        retry_after_s=_RETRY_AFTER_S,
-                    )
-                )
+            late = Unavailable(
+                f"no decode instance within {self._patience_s:g} s", retry_after_s=_RETRY_AFTER_S
+            )
+            settle(self._waiting.popleft().granted, late)
         self._advance()
