@@ -11,7 +11,6 @@ import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -325,27 +324,6 @@ async def example(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
     engine = Aggregated(ExampleEngine(_options(model_path, **options)))
     yield Pair(prefill=engine, decode=engine)
     await engine.close()
-
-
-@asynccontextmanager
-async def serving(start: Start, model_path: Path, **options: Any) -> AsyncIterator[Pair]:
-    """An engine with weights of the Qwen3-type model; one with a tokenizer finds it in the
-    folder."""
-    async with start_in(model_path, start)(**options) as pair:
-        await pair.load(published(reference("qwen3")), version=1)
-        yield pair
-
-
-class StartInFolder(Protocol):
-    """Starts an engine on the Qwen3-type model of its folder, without weights."""
-
-    def __call__(self, **options: Any) -> AbstractAsyncContextManager[Pair]: ...
-
-
-def start_in(model_path: Path, start: Start) -> StartInFolder:
-    """Save the model's configuration in the folder of a test."""
-    CONFIGS["qwen3"].save_pretrained(model_path)
-    return partial(start, model_path)
 
 
 def _options(model_path: Path, **options: Any) -> EngineOptions:

@@ -27,6 +27,7 @@ from tests.contract.engines import (
     published,
     reference,
 )
+from tests.contract.starts import serving
 from tests.support.inference.transformers_answers import greedy_of
 
 pytestmark = pytest.mark.matrix
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.matrix
 @pytest.fixture
 async def both(tmp_path: Path) -> AsyncIterator[Pair]:
     """One engine that does both, with passes of 32 tokens."""
-    async with engines.serving(engines.embedded_both, tmp_path, pass_tokens=32) as started:
+    async with serving(engines.embedded_both, tmp_path, pass_tokens=32) as started:
         yield started
 
 
@@ -97,9 +98,7 @@ async def test_hand_off_of_a_prefill_engine_is_sampled(both: Pair, tmp_path: Pat
 async def test_engine_reports_its_prefix_cache(engine: str, tmp_path: Path) -> None:
     """The content at first, then what is stored, removed and cleared, by chain hashes."""
     token_bytes = 3 * 2 * 2 * 16 * 4
-    async with engines.serving(
-        engines.ENGINES[engine], tmp_path, cache_bytes=96 * token_bytes
-    ) as pair:
+    async with serving(engines.ENGINES[engine], tmp_path, cache_bytes=96 * token_bytes) as pair:
         one = replace(GREEDY, max_tokens=1)
         old, recent, newest = (prompt_ids(48, seed=n) for n in range(3))
         await pair.prefill.prefill(make_prompt(old, one), hold_s=60)

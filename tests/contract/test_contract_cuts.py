@@ -29,6 +29,7 @@ from tests.contract.engines import (
     reference,
     save_tokenizer,
 )
+from tests.contract.starts import serving
 
 pytestmark = pytest.mark.matrix
 
@@ -46,7 +47,7 @@ CUTS = [
 @asynccontextmanager
 async def started_with_tokenizer(engine: str, folder: Path) -> AsyncIterator[Pair]:
     save_tokenizer(folder)
-    async with engines.serving(engines.ENGINES[engine], folder) as started:
+    async with serving(engines.ENGINES[engine], folder) as started:
         yield started
 
 

@@ -19,12 +19,12 @@ from tests.contract.engines import (
     GREEDY,
     SAMPLED,
     Pair,
-    StartInFolder,
     is_greedy,
     prompt_ids,
     published,
     reference,
 )
+from tests.contract.starts import StartInFolder, serving, start_in
 from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 from tests.support.suite.matrix import usual
 
@@ -32,7 +32,7 @@ from tests.support.suite.matrix import usual
 @pytest.fixture(params=usual(engines.ENGINES, "embedded"))
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> StartInFolder:
     """Starts an engine on the Qwen3-type model, without weights."""
-    return engines.start_in(tmp_path, engines.ENGINES[request.param])
+    return start_in(tmp_path, engines.ENGINES[request.param])
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def pair(start: StartInFolder) -> AsyncIterator[Pair]:
 @pytest.fixture(params=engines.or_skipped(engines.SEPARATE, engines.ROLES_OF_VLLM))
 async def separate(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """Two engines that hand over."""
-    async with engines.serving(engines.SEPARATE[request.param], tmp_path) as started:
+    async with serving(engines.SEPARATE[request.param], tmp_path) as started:
         yield started
 
 
@@ -54,7 +54,7 @@ async def separate(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 )
 async def apart(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """Two engines that hand over in any way."""
-    async with engines.serving(engines.APART[request.param], tmp_path) as started:
+    async with serving(engines.APART[request.param], tmp_path) as started:
         yield started
 
 

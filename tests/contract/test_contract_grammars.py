@@ -24,6 +24,7 @@ from tests.contract.engines import (
     save_tokenizer,
     text_of,
 )
+from tests.contract.starts import serving
 from tests.support.inference.masked_logprobs import masked_logprobs
 
 pytestmark = pytest.mark.matrix
@@ -46,7 +47,7 @@ HELD = replace(SAMPLED, grammar=JSON, stop_ids=frozenset({END}), max_tokens=200)
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """With weights and a tokenizer."""
     save_tokenizer(tmp_path)
-    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
+    async with serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

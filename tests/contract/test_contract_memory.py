@@ -17,12 +17,12 @@ from services.inference.engines.embedded.model.policy import Policy
 from tests.contract import engines
 from tests.contract.engines import (
     GREEDY,
-    StartInFolder,
     is_greedy,
     prompt_ids,
     published,
     reference,
 )
+from tests.contract.starts import StartInFolder, start_in
 
 pytestmark = pytest.mark.matrix
 
@@ -33,13 +33,13 @@ TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 @pytest.fixture(params=engines.EMBEDDED)
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> StartInFolder:
     """Starts an engine on the Qwen3-type model, without weights."""
-    return engines.start_in(tmp_path, engines.EMBEDDED[request.param])
+    return start_in(tmp_path, engines.EMBEDDED[request.param])
 
 
 @pytest.fixture(params=engines.SEPARATE)
 def start_separate(request: pytest.FixtureRequest, tmp_path: Path) -> StartInFolder:
     """Starts two engines, each with all of the memory."""
-    return engines.start_in(tmp_path, engines.SEPARATE[request.param])
+    return start_in(tmp_path, engines.SEPARATE[request.param])
 
 
 async def test_prefix_cache_is_bounded(start: StartInFolder) -> None:

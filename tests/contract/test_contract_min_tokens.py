@@ -20,6 +20,7 @@ from tests.contract.engines import (
     reference,
     save_tokenizer,
 )
+from tests.contract.starts import serving
 
 STOPS = frozenset(range(100))
 """So many that an answer without a least length ends with its first tokens."""
@@ -30,7 +31,7 @@ HELD = replace(SAMPLED, stop_ids=STOPS, min_tokens=5, max_tokens=40)
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """With weights and a tokenizer."""
     save_tokenizer(tmp_path)
-    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
+    async with serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

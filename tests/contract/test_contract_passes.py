@@ -11,19 +11,19 @@ from tests.contract import engines
 from tests.contract.engines import (
     GREEDY,
     Pair,
-    StartInFolder,
     make_prompt,
     prompt_ids,
     published,
     reference,
 )
+from tests.contract.starts import StartInFolder, start_in
 from tests.support.inference.transformers_answers import greedy_of
 
 
 @pytest.fixture(params=engines.EMBEDDED)
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> StartInFolder:
     """Starts the embedded engine on the same model."""
-    return engines.start_in(tmp_path, engines.EMBEDDED[request.param])
+    return start_in(tmp_path, engines.EMBEDDED[request.param])
 
 
 async def test_short_prompt_overtakes_a_long_one(start: StartInFolder) -> None:

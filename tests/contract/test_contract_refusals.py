@@ -12,6 +12,7 @@ from forge.core.errors import UnsupportedByEngines
 from services.inference.engines.base import Grammar, Reweighting
 from tests.contract import engines
 from tests.contract.engines import SAMPLED, Pair, prompt_ids
+from tests.contract.starts import serving
 from tests.support.suite.matrix import usual
 
 ASKED = {
@@ -26,7 +27,7 @@ ASKED = {
 
 @pytest.fixture(params=usual(engines.ENGINES, "embedded"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
-    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
+    async with serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.contract import engines
 from tests.contract.engines import prompt_ids, published, reference
+from tests.contract.starts import serving
 from tests.support.inference.transformers_answers import greedy_of
 
 
@@ -17,7 +18,7 @@ async def test_prompt_of_two_weight_versions_is_never_cached(engine: str, tmp_pa
     neither, although the new ones are in service by then."""
     new = reference("qwen3", seed=1)
     ids = prompt_ids(60)
-    async with engines.serving(engines.SEPARATE[engine], tmp_path) as pair:
+    async with serving(engines.SEPARATE[engine], tmp_path) as pair:
         await pair.sample(ids)
         await pair.prefill.load(published(new), version=2)
 

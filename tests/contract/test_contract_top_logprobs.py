@@ -23,13 +23,14 @@ from tests.contract.engines import (
     reference,
     save_tokenizer,
 )
+from tests.contract.starts import serving
 
 
 @pytest.fixture(params=engines.able("top_logprobs"))
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     """With weights and a tokenizer."""
     save_tokenizer(tmp_path)
-    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
+    async with serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

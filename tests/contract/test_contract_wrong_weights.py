@@ -14,6 +14,7 @@ from forge.core.named_tensor import NamedTensor
 from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Pair, prompt_ids, published, reference
+from tests.contract.starts import serving
 from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 
 pytestmark = pytest.mark.matrix
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.matrix
 
 @pytest.fixture(params=engines.ENGINES)
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
-    async with engines.serving(engines.ENGINES[request.param], tmp_path) as started:
+    async with serving(engines.ENGINES[request.param], tmp_path) as started:
         yield started
 
 

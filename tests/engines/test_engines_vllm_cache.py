@@ -18,6 +18,7 @@ from forge.core.placement.chains import PromptChains
 from forge.core.token_columns import int32_bytes
 from tests.contract import engines
 from tests.contract.engines import BLOCK_TOKENS, Pair, prompt_ids, published, reference
+from tests.contract.starts import serving
 from tests.support.runtime.waiting import until
 
 pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
@@ -53,7 +54,7 @@ def chains(ids: list[int]) -> set[bytes]:
 
 @pytest_asyncio.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    async with engines.serving(engines.ENGINES["vllm"], tmp_path) as started:
+    async with serving(engines.ENGINES["vllm"], tmp_path) as started:
         yield started
 
 

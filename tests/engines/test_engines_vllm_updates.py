@@ -22,6 +22,7 @@ from forge.core.errors import ResourceExhausted, Unavailable
 from services.inference.engines.base import Probe, UnfitWeights
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Answer, Pair, is_greedy, prompt_ids, published, reference
+from tests.contract.starts import serving
 from tests.support.runtime.waiting import until
 
 pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
@@ -31,7 +32,7 @@ _COPY_S = 240.0
 
 @pytest_asyncio.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    async with engines.serving(engines.ENGINES["vllm"], tmp_path) as started:
+    async with serving(engines.ENGINES["vllm"], tmp_path) as started:
         yield started
 
 
