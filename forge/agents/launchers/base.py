@@ -102,6 +102,11 @@ def read_answer(directory: Path | int) -> str:
         opened = os.open(path / ANSWER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
     except OSError:
         return ""
-    with os.fdopen(opened, "rb") as file:
-        regular = stat.S_ISREG(os.fstat(opened).st_mode)
-        return file.read(OUTPUT_BYTES).decode(errors="replace").strip() if regular else ""
+    try:
+        # Of a directory, fdopen raises and leaves the descriptor open.
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            return ""
+        with os.fdopen(opened, "rb", closefd=False) as file:
+            return file.read(OUTPUT_BYTES).decode(errors="replace").strip()
+    finally:
+        os.close(opened)

@@ -5,6 +5,7 @@ The console is a process of its own (`python -m services.console`). Owns its arg
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -30,12 +31,17 @@ def serve_console(
     model_path: str,
     compare: Sequence[Path] = (),
 ) -> None:
-    """Replaces this process with the console of a system. Raises `ConfigError` without a key,
-    `NotFound` and `InvalidArgument` for a run to compare without steps."""
+    """Replaces this process with the console of a system. Raises `ConfigError` without a key and
+    for a port in use, `NotFound` and `InvalidArgument` for a run to compare without steps."""
     for run in compare:
         read_steps(run)
     if at.key_file is None:
         raise ConfigError("forge console needs --key-file: the console verifies tokens with it")
+    if port is not None and not _is_free(host, port):
+        raise ConfigError(
+            f"--port {port}: another process listens there on {host}; choose another, or leave "
+            "--port out"
+        )
     chosen = free_port(host) if port is None else port
     settings = {
         "etcd": at.etcd,
@@ -67,13 +73,18 @@ def address(host: str, port: int, *, tls: bool = False) -> str:
 
 def free_port(host: str) -> int:
     """Returns the usual port, or another if that is in use."""
+    return PORT if _is_free(host, PORT) else free_ports(1)[0]
+
+
+def _is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, PORT))
-        except OSError:
-            return free_ports(1)[0]
-    return PORT
+            probe.bind((host, port))
+        except OSError as error:
+            # The console names another problem itself, such as a foreign address.
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
 def _model_of(at: Connection) -> str:

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from forge.agents.launchers.bare import BareLauncher
-from forge.agents.launchers.base import OUTPUT_BYTES, Launcher, ProgramLimits
+from forge.agents.launchers.base import ANSWER, OUTPUT_BYTES, Launcher, ProgramLimits, read_answer
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.scaffolds.command import LOGGED_CHARS, Command, command_words
@@ -176,6 +176,20 @@ async def test_answer_file_that_is_a_link_is_ignored(make: Make, tmp_path: Path)
         command = make(python(program))
         transcript = await command.run(rollout(gateway), SumEpisode(4))
     assert transcript.answer == "4"
+
+
+async def test_answer_file_that_is_a_directory_is_ignored(make: Make) -> None:
+    """Like a link; it costs the runner no descriptor."""
+    program = "import os; os.mkdir(os.environ['FORGE_ANSWER']); print(4)"
+    assert await answer_of(make(python(program))) == "4"
+
+
+def test_answer_that_is_a_directory_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    """A runner reads the answers of many programs."""
+    (tmp_path / ANSWER).mkdir()
+    before = psutil.Process().num_fds()
+    assert [read_answer(tmp_path) for _ in range(8)] == [""] * 8
+    assert psutil.Process().num_fds() == before
 
 
 async def test_anthropic_program_has_one_credential(

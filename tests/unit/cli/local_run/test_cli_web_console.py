@@ -62,6 +62,18 @@ def test_console_of_a_cluster_has_its_certificates(started: list[list[str]]) -> 
     assert not [word for word in argv if word.startswith(("--model-path", "--insecure"))]
 
 
+def test_console_names_a_port_in_use_before_its_address(
+    started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the option of the command."""
+    at = Connection(etcd="127.0.0.1:1", cluster="c", key_file=Path("key"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: another process listens there"):
+            web_console.serve_console(at, host="127.0.0.1", port=port, model_path="")
+    assert not started and not capsys.readouterr().out
+
+
 def test_console_needs_the_key(started: list[list[str]]) -> None:
     """It verifies the tokens of its readers."""
     at = Connection(etcd="127.0.0.1:1", cluster="c")
