@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from forge.runtime.files.sync import sync
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2
 from services.pool.metrics import TRAINED_SINCE_BACKUP
-from services.pool.storage.environment.file_locks import sync_directory
 from services.pool.trainer_status import trainer_statuses
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ async def watch_restored(directory: Path, shard: str, trained_step: TrainedStep)
         step = await trained_step()
         if step is not None and step <= restored.step:
             path.unlink()
-            sync_directory(directory)
+            sync(directory)
             TRAINED_SINCE_BACKUP.set(0)
             log.info("restored_shard_fits", pool_shard=shard, step=step)
             return

@@ -5,7 +5,6 @@ Each function raises InvalidArgument with a message that names the field and the
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -16,6 +15,7 @@ from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.groups import Abilities
 from forge.core.tasks.validation import check_task_fields
 from forge.core.trajectory import check_task_id, parse_trajectory_id
+from forge.runtime.files.json_lines import parsed_json
 from forge.v1 import common_pb2, scheduler_pb2
 
 MAX_TAG_BYTES = 200
@@ -85,14 +85,9 @@ def _check_task(task: common_pb2.Task, max_group_size: int) -> common_pb2.Task:
 
 def _check_payload(task: common_pb2.Task) -> None:
     shown = repr(task.payload_json[:40])
-    try:
-        payload = json.loads(task.payload_json)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(
-            f"task {task.task_id}: payload_json {shown} is not JSON: {error}"
-        ) from None
-    if not isinstance(payload, dict):
-        raise InvalidArgument(f"task {task.task_id}: payload_json {shown} is not a JSON object")
+    place = f"task {task.task_id}: payload_json {shown}"
+    if not isinstance(parsed_json(task.payload_json, place), dict):
+        raise InvalidArgument(f"{place} is not a JSON object")
 
 
 def digest_of(task: common_pb2.Task) -> bytes:

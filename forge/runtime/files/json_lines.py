@@ -20,16 +20,18 @@ def read_json_lines(file: Path) -> list[tuple[int, Any]]:
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{file} is not UTF-8: {error}") from None
     return [
-        (number, _parsed(line, f"{file}, line {number}"))
+        (number, parsed_json(line, f"{file}, line {number}"))
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
 
 
-def _parsed(line: str, place: str) -> Any:
+def parsed_json(text: str, place: str) -> Any:
+    """Return a value of JSON that programs in all languages read: without NaN, infinite numbers and
+    half surrogate pairs. Raises InvalidArgument, which begins with `place`."""
     try:
-        value = _DECODER.decode(line)
-        if "\\u" in line:
+        value = _DECODER.decode(text)
+        if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError as error:

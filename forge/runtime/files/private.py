@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from forge.runtime.files.sync import sync
+
 
 def replace_private_file(path: str | Path, text: str) -> None:
     """Replace a file durably, with mode 0600; a reader sees the old or the new text.
@@ -16,6 +18,7 @@ def replace_private_file(path: str | Path, text: str) -> None:
     try:
         write_private_file(new, text)
         new.replace(path)
+        sync(new.parent)
     finally:
         new.unlink(missing_ok=True)
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor
 
 from forge.core.named_tensor import NamedTensor
+from forge.runtime.files.sync import sync
 from forge.runtime.weights import digest_of
 from services.trainer.checkpoint.shards import Shard, save_tensors, write_shards
 
@@ -241,15 +241,6 @@ def file_digest(file: Path) -> str:
     """sha256 of a file, hexadecimal. Raises `OSError`."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Make a file or a directory durable. Raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def mapped(change: Callable[[str, Tensor], Any], value: Any, path: str = "") -> Any:

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forge.core.errors import InvalidArgument
 from forge.rl.model.hub_names import HubNames
+from forge.runtime.files.sync import sync
 from forge.runtime.weights import digest_of
 from services.trainer.checkpoint.files import (
     HEADS_FILE,
@@ -31,7 +32,6 @@ from services.trainer.checkpoint.files import (
     PUBLISHED_FILE,
     digest_of_files,
     raw_bytes,
-    sync,
 )
 from services.trainer.checkpoint.reading import model_files, read_heads
 from services.trainer.checkpoint.shards import save_tensors

@@ -15,8 +15,9 @@ import msgspec
 from fsspec.core import url_to_fs
 
 from forge.core.errors import ConfigError, DataLoss, Unavailable
+from forge.runtime.files.sync import sync
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.files import STATE_FILE, sync
+from services.trainer.checkpoint.files import STATE_FILE
 from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.store import (
     UNNAMED,

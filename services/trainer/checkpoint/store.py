@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
+from forge.runtime.files.sync import sync
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.files import PUBLISHED_FILE, STATE_FILE, sync
+from services.trainer.checkpoint.files import PUBLISHED_FILE, STATE_FILE
 from services.trainer.checkpoint.history import MALFORMED, Entry, Extent, History, extend, from_json
 from services.trainer.checkpoint.retention import Retention
 

@@ -16,8 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from forge.core.errors import DataLoss, NotFound, ResourceExhausted
+from forge.runtime.files.sync import sync
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoint.files import STATE_FILE, sync
+from services.trainer.checkpoint.files import STATE_FILE
 from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.store import (
     checkpoints_in,

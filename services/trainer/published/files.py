@@ -21,13 +21,13 @@ import msgspec
 
 from forge.core.errors import DataLoss, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
+from forge.runtime.files.sync import sync
 from forge.runtime.weights import (
     HeldWeights,
     TensorEntry,
     WeightAnnouncement,
     content_digest,
 )
-from services.trainer.checkpoint.files import sync
 from services.trainer.published.versions import PublishedVersion
 
 _PREFIX = "version-"

@@ -26,8 +26,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from forge.core.errors import DataLoss, NotFound
+from forge.runtime.files.sync import sync
 from forge.runtime.telemetry import log
-from services.trainer.checkpoint.files import sync
 from services.trainer.samples.chosen_turns import TurnPlace
 
 UNREADABLE = (OSError, SafetensorError, msgspec.MsgspecError, KeyError, IndexError)

@@ -25,12 +25,12 @@ from isal import igzip
 
 from forge.core.errors import DataLoss, InvalidArgument
 from forge.core.extras import extras_named
+from forge.runtime.files.sync import sync
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.group_digest import group_digest
 from services.pool.data.moving import content_page, group_page
 from services.pool.data.repair.record_repair import is_whole
 from services.pool.maintenance.backup.backup import refuse_half_copy
-from services.pool.storage.environment.file_locks import sync_directory
 from services.pool.storage.erasures import is_erased
 from services.pool.storage.groups.group_records import intact_state
 from services.pool.storage.groups.settled_index import settled_after
@@ -156,14 +156,14 @@ class Archive:
                 os.fsync(file.fileno())
         self._files.mv(unfinished, path)
         if self._is_local:
-            sync_directory(Path(self.folder))
+            sync(Path(self.folder))
 
     def _make_folder(self) -> None:
         if self._files.exists(self.folder):
             return
         self._files.makedirs(self.folder, exist_ok=True)
         for parent in Path(self.folder).parents if self._is_local else ():
-            sync_directory(parent)
+            sync(parent)
 
     @property
     def _is_local(self) -> bool:

@@ -27,6 +27,7 @@ from forge.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from forge.runtime.files.sync import sync
 from services.pool.maintenance.backup.manifests import manifest_of, write_manifest
 from services.pool.maintenance.integrity import Checker, Damage
 from services.pool.storage.environment.file_locks import (
@@ -40,7 +41,6 @@ from services.pool.storage.environment.file_locks import (
     file_bytes,
     lock_directory,
     set_hand_over_mark,
-    sync_directory,
     unfinished,
 )
 from services.pool.storage.environment.migrations import SCHEMA_VERSION, stored_version
@@ -257,9 +257,9 @@ def new_directory(target: Path, *, keep: Callable[[], bool] = lambda: True) -> I
         try:
             yield filled
             if keep():
-                sync_directory(filled)
+                sync(filled)
                 filled.replace(target)
-                sync_directory(target.parent)
+                sync(target.parent)
         finally:
             shutil.rmtree(filled, ignore_errors=True)
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forge.core.errors import ConfigError, FailedPrecondition
+from forge.runtime.files.sync import sync
 
 DATA, LOCK = "data.mdb", "lock.mdb"
 _COMPACTED = "compacted"
@@ -34,7 +35,7 @@ def lock_directory(directory: Path) -> int:
     try:
         if not directory.exists():
             directory.mkdir(parents=True)
-            sync_directory(directory.parent)
+            sync(directory.parent)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise ConfigError(f"data_dir {directory} cannot be used: {error.strerror}") from None
@@ -104,13 +105,13 @@ def exchange_data(directory: Path, copy: Path) -> None:
     """
     (directory / LOCK).unlink(missing_ok=True)
     (copy / DATA).replace(directory / DATA)
-    sync_directory(directory)
+    sync(directory)
 
 
 def set_hand_over_mark(directory: Path) -> None:
     """From now on the store in `directory` may take over the name of its shard."""
     (directory / _HAND_OVER).touch()
-    sync_directory(directory)
+    sync(directory)
 
 
 def has_hand_over_mark(directory: Path) -> bool:
@@ -137,15 +138,6 @@ def drop_compacted(directory: Path) -> None:
     """Removes the copy, finished or not."""
     for copy in (compacted(directory), unfinished(compacted(directory))):
         shutil.rmtree(copy, ignore_errors=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Writes the directory's entries to disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_bytes(path: Path) -> int:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted, Unavailable
+from forge.runtime.files.sync import sync
 from forge.runtime.telemetry import log
 from services.pool.storage.change_trackers import ChangeListener, CompactionLog
 from services.pool.storage.environment.file_locks import (
@@ -26,7 +27,6 @@ from services.pool.storage.environment.file_locks import (
     exchange_data,
     file_bytes,
     lock_directory,
-    sync_directory,
 )
 from services.pool.storage.environment.migrations import SCHEMA_VERSION, migrate
 from services.pool.storage.records import Records
@@ -132,7 +132,7 @@ class Environment:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
-            sync_directory(self.directory)
+            sync(self.directory)
         return path.read_text()
 
     def read(self, look: Callable[[Records], T]) -> T:
