@@ -138,7 +138,7 @@ async def test_refused_weights_that_cannot_be_replaced_end_the_worker(
     with pytest.raises(UnfitWeights):
         await pair.prefill.load(published(reference("qwen3", seed=1)), version=2, probe=wrong)
     assert copies == [2, 1]
-    await until(lambda: not vllm._watch.alive)
+    await until(lambda: not vllm._watch._owner.alive)
     await import_module("tests.contract.vllm_engine").stop()
 
 
@@ -162,7 +162,7 @@ async def test_probe_that_is_never_computed_ends_the_worker(
     monkeypatch.setattr(vllm, "_serve", serve_at_length)
     with pytest.raises(Unavailable, match="has not computed the probe of weights 2 in time"):
         await pair.load(published(reference("qwen3", seed=1)), version=2)
-    await until(lambda: not vllm._watch.alive)
+    await until(lambda: not vllm._watch._owner.alive)
     await import_module("tests.contract.vllm_engine").stop()
 
 
@@ -184,6 +184,6 @@ async def test_update_that_fails_in_vllms_process_ends_the_worker(
     vllm = engine_of(pair)
     with pytest.raises(Unavailable, match=r"failed to load weights 2: .*XXH3-64"):
         await pair.load(published(reference("qwen3", seed=1)), version=2)
-    await until(lambda: not vllm._watch.alive)
+    await until(lambda: not vllm._watch._owner.alive)
     # No other test may have this engine.
     await import_module("tests.contract.vllm_engine").stop()
