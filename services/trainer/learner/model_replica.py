@@ -35,7 +35,7 @@ from forge.runtime.weights.segments import cut
 from services.trainer.batches.reading import ReadBatch
 from services.trainer.checkpoint.reading import read_heads
 from services.trainer.config import TrainerConfig
-from services.trainer.learner.publication_probe import make_probe
+from services.trainer.learner.publication_probe import EXACT_EVERY, make_probe
 from services.trainer.learner.replica_checkpoint import ReplicaCheckpoint
 from services.trainer.learner.sharded_start import empty_model, fill_shards, place, without_weights
 from services.trainer.model.full_weights import Trainee, load_model
@@ -151,6 +151,7 @@ class ModelReplica:
         self._trees = trees
         self._model_path = Path(config.model_path)
         self._device = device_of(config.device, rank=local_rank(self._world.rank))
+        self._probes = 0
         self._start_over()
 
     @property
@@ -379,7 +380,9 @@ class ModelReplica:
         for their published values, which it would have to gather unrounded."""
         policy = self._learner.policy
         alone = self._world.shape.ranks == 1 and not isinstance(self._trainee, LoraTrainee)
-        return make_probe(policy, published=self._published_type(policy) if alone else None)
+        exact = alone and self._probes % EXACT_EVERY == 0
+        self._probes += 1
+        return make_probe(policy, published=self._published_type(policy) if exact else None)
 
     def publishes(self, kept: Mapping[str, Tensor]) -> bool:
         """Whether this run publishes tensors of these names and this type; a resumed run may have

@@ -22,6 +22,9 @@ from forge.runtime.telemetry import log
 from forge.runtime.weights import WeightProbe
 
 PROBE_TOKENS = 16
+EXACT_EVERY = 16
+"""Publications of a process of which one is computed under its published values, too: that takes
+longer than the rest of a publication, and the faults that it shows are in every one."""
 
 
 @torch.no_grad()

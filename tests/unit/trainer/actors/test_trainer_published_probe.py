@@ -11,6 +11,7 @@ from services.inference.engines.base import Probe, UnfitWeights
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import adopt
 from services.trainer.actors.learner import TakeSnapshot
+from services.trainer.learner.publication_probe import EXACT_EVERY
 from services.trainer.published.publisher import Snapshot
 from services.trainer.setting_tables import LoraSettings
 from tests.support.trainer.learners import started_learner
@@ -54,4 +55,12 @@ def test_engine_computes_the_probe_of_a_publication(
                 adopt(engine, engine.stage(tensors, version=2), wrong)
         assert engine.version == 1
     again: Snapshot = actor.receive(TakeSnapshot(step=1))
-    assert again.probe == snapshot.probe
+    assert again.probe is not None
+    assert again.probe.logprobs == snapshot.probe.logprobs
+
+
+def test_published_values_are_computed_seldom(model_path: Path, tmp_path: Path) -> None:
+    """For the first publication of a process and every 16th after it."""
+    actor = started_learner(model_path, tmp_path, autocast="bfloat16")
+    probes = [actor.receive(TakeSnapshot(step=1)).probe for _ in range(EXACT_EVERY + 2)]
+    assert [n for n, one in enumerate(probes) if one.published] == [0, EXACT_EVERY]
