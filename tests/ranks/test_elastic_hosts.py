@@ -41,13 +41,7 @@ async def test_group_continues_without_a_lost_host_and_grows_again(
     counts once."""
     await hosts.start(1)
     await hosts.start(0)
-    await stack.feed(0, 3 * GROUPS_PER_STEP)
-    await stack.client.until_step(3)
-
-    async def saved() -> bool:
-        return (await stack.client.status()).checkpoint_step == 2
-
-    await until(saved, limit_s=START_S)
+    await stack.train_past_checkpoint(limit_s=START_S)
     assert shards(stack) == [2]
     await hosts.lose(1)
     await until(lambda: len(stack.trainer.logged("rewound")) == 2, limit_s=START_S)

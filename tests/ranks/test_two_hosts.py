@@ -56,13 +56,7 @@ async def test_loss_of_one_of_two_hosts_restarts_both_from_the_checkpoint(
     stack, hosts = cluster_of_two.stack, cluster_of_two.hosts
     await hosts.start(1)
     await hosts.start(0)
-    await stack.feed(0, 3 * GROUPS_PER_STEP)
-    await stack.client.until_step(3)
-
-    async def saved() -> bool:
-        return (await stack.client.status()).checkpoint_step == 2
-
-    await until(saved, limit_s=START_S)
+    await stack.train_past_checkpoint(limit_s=START_S)
     first, other, agent = hosts.rank(0), hosts.rank(1), hosts.agent(1)
     assert first is not None and other is not None
     assert ADDRESSES[0] in listens_on(first)

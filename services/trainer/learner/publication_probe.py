@@ -23,8 +23,9 @@ from forge.runtime.weights import WeightProbe
 
 PROBE_TOKENS = 16
 EXACT_EVERY = 16
-"""Publications of a process of which one is computed under its published values, too: that takes
-longer than the rest of a publication, and the faults that it shows are in every one."""
+"""One publication in so many is also computed under its published values, the first of a process
+included. This takes longer than the rest of a publication, and every publication shows the same
+faults."""
 
 
 @torch.no_grad()

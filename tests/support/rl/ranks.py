@@ -123,7 +123,7 @@ def error_of(
 def shared_policy(
     model: Any, group: dist.ProcessGroup | None, *, balance_coef: float = 0.0
 ) -> TreePolicy:
-    """A policy of which the ranks of `group` compute each tree together."""
+    """A policy whose trees the ranks of `group` compute together."""
     policy = TreePolicy(model, balance_coef=balance_coef)
     policy.spread(World(everyone=group, tree=group))
     return policy

@@ -34,6 +34,16 @@ class Stack:
             await self.cluster.complete(1, reward=1.0)
             await self.cluster.complete(1, reward=float(n % 2))
 
+    async def train_past_checkpoint(self, *, limit_s: float) -> None:
+        """Train three steps and wait until the checkpoint of the second is saved."""
+        await self.feed(0, 3 * GROUPS_PER_STEP)
+        await self.client.until_step(3)
+
+        async def saved() -> bool:
+            return (await self.client.status()).checkpoint_step == 2
+
+        await until(saved, limit_s=limit_s)
+
     async def trained(self) -> dict[str, int]:
         """Step of every group that was trained."""
         groups = await self.cluster.groups()

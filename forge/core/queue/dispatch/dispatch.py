@@ -152,7 +152,7 @@ def _kind(group: Group) -> Kind:
 def _first(
     lanes_of: dict[Kind, Lanes[Item]], away: frozenset[str], *, fits: Callable[[Kind], bool]
 ) -> Item | None:
-    """The item with the lowest key; forgets the kinds of which nothing waits."""
+    """The item with the lowest key. Forgets each kind without waiting items."""
     first: tuple[Key, Item] | None = None
     ended: list[Kind] = []
     for kind, lanes in lanes_of.items():

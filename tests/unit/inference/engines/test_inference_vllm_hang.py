@@ -160,7 +160,7 @@ async def test_stopped_process_ends_with_its_worker() -> None:
 
 
 async def test_ended_process_ends_an_idle_worker() -> None:
-    """Nobody asks it."""
+    """Without requests the end of the process is noticed, too."""
     system = ActorSystem("end")
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     watch = await ProcessWatch.start(system, Process(child), silence_s=60.0)

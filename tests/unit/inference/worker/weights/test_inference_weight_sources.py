@@ -214,7 +214,7 @@ async def test_slow_source_is_not_replaced() -> None:
 
 
 async def test_version_without_memory_is_tried_again() -> None:
-    """The worker goes on with the version before; metadata say why."""
+    """The worker keeps the earlier version, and its metadata has the reason."""
     trainer = Source()
     trainer.held |= {1: FIRST, 2: SECOND}
     async with serving(trainer) as (trainer_at,):
