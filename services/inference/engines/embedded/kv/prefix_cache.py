@@ -84,13 +84,16 @@ class KvCache(PrefixCache):
             out[: len(found)] = found
 
     def read(self, match: Match, out: Layers, *, start: int = 0, end: int | None = None) -> None:
-        """Copy the tokens `start` to `end` of a match, whole blocks, to the front of `out`."""
+        """Copy the tokens `start` to `end` of a match, whole blocks, to the front of `out`, without
+        a second copy."""
         size = self.block_tokens
-        slots = match.slots[start // size : None if end is None else end // size]
-        if slots:
-            blocks = self._blocks.index_select(3, torch.tensor(slots, device=self._blocks.device))
-            for layer, found in zip(out, blocks.flatten(3, 4), strict=True):
-                layer[:, :, : len(slots) * size] = found
+        found = match.slots[start // size : None if end is None else end // size]
+        if not found:
+            return
+        slots = torch.tensor(found, device=self._blocks.device)
+        for layer, blocks in zip(out, self._blocks, strict=True):
+            front = layer[:, :, : len(found) * size].unflatten(2, (len(found), size))
+            torch.index_select(blocks, 2, slots, out=front)
 
     def store(self, ids: bytes, kv: Layers, *, from_token: int = 0, routes: torch.Tensor) -> None:
         """Cache the whole blocks of `ids`; their keys and values are at the front of `kv`, their

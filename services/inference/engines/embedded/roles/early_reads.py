@@ -17,6 +17,8 @@ _ARRIVAL_S = 10.0
 """Longest time that a fetch waits for its prefill."""
 _SILENCE_S = 5.0
 """Longest time without an answer to a fetch."""
+_ENDED = 4096
+"""Number of ended prefills whose late fetches fail at once."""
 
 
 class EarlyRead:
@@ -28,6 +30,8 @@ class EarlyRead:
         self._whole: HeldPrompt | None = None
         self._change = asyncio.Event()
         self.has_begun = False
+        self.fetches = 0
+        """Fetches that wait for the prefill."""
         self._has_ended = False
 
     def begin(self) -> None:
@@ -79,6 +83,8 @@ class EarlyReads:
 
     def __init__(self) -> None:
         self._reads: dict[str, EarlyRead] = {}
+        self._ended: dict[str, None] = {}
+        """Requests whose prefill has ended, the oldest first. An id names one prefill."""
 
     def __len__(self) -> int:
         return len(self._reads)
@@ -87,16 +93,24 @@ class EarlyReads:
     def during(self, request_id: str) -> Iterator[EarlyRead]:
         """Context manager of a prefill."""
         read = self._reads.setdefault(request_id, EarlyRead(request_id))
+        self._ended.pop(request_id, None)
         read.begin()
         try:
             yield read
         finally:
             self._reads.pop(request_id, None)
+            self._ended[request_id] = None
+            if len(self._ended) > _ENDED:
+                del self._ended[next(iter(self._ended))]
             read.end()
 
     async def find(self, request_id: str) -> EarlyRead:
-        """Return a prompt that is computed; wait for its prefill. Raises NotFound without one."""
+        """Return a prompt that is computed; wait for its prefill. Raises NotFound without one, at
+        once if it has ended."""
+        if request_id in self._ended:
+            raise NotFound(f"the prefill of request {request_id} has ended")
         read = self._reads.setdefault(request_id, EarlyRead(request_id))
+        read.fetches += 1
         try:
             async with asyncio.timeout(_ARRIVAL_S):
                 while not read.has_begun:
@@ -104,6 +118,8 @@ class EarlyReads:
         except TimeoutError:
             raise NotFound(f"no prefill of request {request_id} came") from None
         finally:
-            if not read.has_begun:
+            read.fetches -= 1
+            # Its prefill wakes all fetches: the last one removes it.
+            if not read.has_begun and not read.fetches:
                 self._reads.pop(request_id, None)
         return read
