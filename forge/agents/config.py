@@ -36,7 +36,8 @@ class RunnerConfig(ServiceConfig):
     """File to which the runner writes renewals of its token; empty: token_file. It ignores a
     renewal of another token than token_file's."""
     concurrency: Annotated[int, Meta(ge=1, le=65536)] = 256
-    """Most rollouts that run at once."""
+    """Most rollouts that run at once. Each rollout of a `command` is a process, about 60 MB for
+    Python with a client library: on a host with few cores set 8 per core."""
     rollout_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 1800.0
     """Limit on the own time of one agent: waits for the model do not count, and time counts less on
     a host with more runnable threads than cores."""
@@ -114,6 +115,11 @@ class RunnerConfig(ServiceConfig):
     """Size of the private /tmp of each reward process, in MiB."""
     reward_processes: Annotated[int, Meta(ge=0)] = 4096
     """Most processes and threads of the user of reward functions; 0: no limit."""
+
+    @classmethod
+    def program(cls) -> str:
+        """Return the command that starts a runner."""
+        return "forge agents run"
 
     @property
     def secret_files(self) -> tuple[str, ...]:

@@ -179,10 +179,11 @@ class Runner:
         _RUNNING.dec()
         _DURATION.observe(time.monotonic() - began_s)
         if task.cancelled():
+            is_leased = lease.lease_id in self._leased
             result = RolloutResult(
                 lease_id=lease.lease_id,
                 trajectory_id=lease.trajectory_id,
-                error="the runner was stopped",
+                error="the runner was stopped" if is_leased else "its lease was lost",
                 kind=pb.FAILURE_KIND_INFRASTRUCTURE,
             )
         elif task.exception() is not None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from forge.cli.usage_errors import USAGE_ERROR, usage_error
 from forge.core.errors import ForgeError
 from forge.core.extras import extras_named
 
@@ -31,15 +32,25 @@ console = Console(
 
 
 class Commands(TyperGroup):
-    """Ends a command that raises `ForgeError`, or lacks an optional package, in one line."""
+    """Ends a command in one line if it raises `ForgeError`, lacks an optional package, or has a
+    wrong option."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Parses the options before the command; prints an error of usage in one line and exits."""
+        try:
+            return super().make_context(*args, **extra)
+        except USAGE_ERROR as error:
+            fail(usage_error(error, "forge") or error)
 
     def invoke(self, ctx: Any) -> Any:
-        """Invokes the command; prints a `ForgeError` in one line and exits."""
+        """Invokes the command; prints an error in one line and exits."""
         try:
             with extras_named():
                 return super().invoke(ctx)
         except ForgeError as error:
             fail(error)
+        except USAGE_ERROR as error:
+            fail(usage_error(error, f"{ctx.command_path} {ctx.invoked_subcommand}") or error)
 
 
 def say(text: str | Text) -> None:
@@ -69,8 +80,10 @@ def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def fail(error: ForgeError) -> NoReturn:
-    """Prints each line of the error, most have one, and exits."""
+def fail(error: Exception) -> NoReturn:
+    """Prints each line of a `ForgeError`, most have one, and exits; raises any other error."""
+    if not isinstance(error, ForgeError):
+        raise error
     for line in str(error).splitlines():
         Console(stderr=True).print(Text(f"forge: {line}", style="red"), soft_wrap=True)
     raise typer.Exit(2 if not error.retryable else 1) from None

@@ -20,11 +20,13 @@ from transformers.utils import logging as transformers_logging
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.rl.config import OPTIMIZERS
 from forge.runtime.process.host_check import require_model
+from forge.runtime.settings.arguments import OneLineParser, above, at_least, within
 from services.trainer.memory_plan import GIB, Estimate, ModelSize, Run, estimate, fitting, size_of
 from services.trainer.mesh import MeshSettings
 from services.trainer.model.lora import ALL_LINEAR
 from services.trainer.setting_tables import LoraSettings
 
+COUNT = at_least(int, 1)
 MOST_RANKS = 4096
 """Largest world that is tried when a run does not fit."""
 
@@ -128,35 +130,43 @@ def _parts(tp: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="forge trainer plan", description=(__doc__ or "").split("\n\n")[1]
-    )
+    parser = OneLineParser(prog="forge trainer plan", description=(__doc__ or "").split("\n\n")[1])
     add = parser.add_argument
     add("--model", type=Path, required=True, help="model directory; its weights are not read")
     add("--reference", type=Path, help="model directory of the reference (objective.kl_coef)")
     add("--teacher", type=Path, help="model directory of the teacher (objective.teacher_coef)")
-    add("--world", type=int, required=True, help="ranks: devices, or processes on CPUs")
-    add("--device-gib", type=float, required=True, help="memory of a device, GiB")
+    add("--world", type=COUNT, required=True, help="ranks: devices, or processes on CPUs")
+    add("--device-gib", type=above(float, 0), required=True, help="memory of a device, GiB")
     add(
         "--context",
-        type=int,
+        type=COUNT,
         required=True,
         help="tokens of the largest pass: trainer.token_budget",
     )
-    add("--dp-replicate", type=int, default=1, help="copies of the model")
-    add("--dp-shard", type=int, default=0, help="data groups of a copy; 0: the remaining ranks")
-    add("--cp", type=int, default=1, help="ranks that compute each tree together")
-    add("--tp", type=int, default=1, help="ranks that compute every token together")
+    add("--dp-replicate", type=COUNT, default=1, help="copies of the model")
+    add(
+        "--dp-shard",
+        type=at_least(int, 0),
+        default=0,
+        help="data groups of a copy; 0: the remaining ranks",
+    )
+    add("--cp", type=COUNT, default=1, help="ranks that compute each tree together")
+    add("--tp", type=COUNT, default=1, help="ranks that compute every token together")
     add("--autocast", choices=("none", "bfloat16"), default="bfloat16", help="type of the backbone")
     add("--recompute-activations", action="store_true", help="as trainer.recompute_activations")
     add(
         "--recompute-share",
-        type=float,
+        type=within(float, 0, 1),
         default=1.0,
         help="share of the layers that it applies to, as trainer.recompute_share",
     )
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--lora-rank", type=int, default=0, help="rank of adapters (lora.rank); 0: none")
+    add(
+        "--lora-rank",
+        type=at_least(int, 0),
+        default=0,
+        help="rank of adapters (lora.rank); 0: none",
+    )
     add(
         "--lora-targets",
         default=ALL_LINEAR,

@@ -31,7 +31,7 @@ C = TypeVar("C", bound=ServiceConfig)
 _NOT_IN_FILE = ("config", "print_config", "check")
 _NOUNS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 _NOUNS[tuple[str, ...]] = "a list of texts (a,b,c)"
-_HELP = """usage: {service} [--config FILE] [--print-config | --check] [--SETTING VALUE ...]
+_HELP = """usage: {program} [--config FILE] [--print-config | --check] [--SETTING VALUE ...]
 
 {purpose}
 
@@ -105,7 +105,8 @@ def load(
     known = settings_of(config_type())
     own = f"FORGE_{service.upper().replace('-', '_')}_"
     if {"--help", "-h"} & {*argv}:
-        head = _HELP.format(service=service, purpose=inspect.getdoc(config_type), own=own)
+        program, purpose = config_type.program(), inspect.getdoc(config_type)
+        head = _HELP.format(program=program, purpose=purpose, own=own)
         print(head + to_toml(config_type()), end="")
         sys.exit(0)
     given = [*_variables(environ, own, known), *_flags(argv, known)]

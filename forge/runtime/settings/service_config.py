@@ -95,6 +95,11 @@ class ServiceConfig:
         """Return, by former key without a successor, the remedy for the error."""
         return {}
 
+    @classmethod
+    def program(cls) -> str:
+        """Return the command that starts the service."""
+        return f"python -m {cls.__module__.rpartition('.')[0]}"
+
     def validate(self) -> None:
         """Raises `InvalidArgument` for settings that contradict each other."""
 

@@ -223,14 +223,17 @@ async def test_lost_claim_stops_only_its_own_rollout() -> None:
     """The scheduler has leased it to another runner: this one reports nothing."""
     scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1, lease_s=0.03)), Work()
     scheduler.lost = ["lease-0"]
-    async with working(scheduler, work):
-        await scheduler.renewed.get()
-        await scheduler.renewed.get()
-        assert work.cancelled == {"lease-0"}
-        assert work.running == {"lease-1"}
-        work.go.set()
-        await scheduler.until_reported(1)
+    with capture_logs() as logged:
+        async with working(scheduler, work):
+            await scheduler.renewed.get()
+            await scheduler.renewed.get()
+            assert work.cancelled == {"lease-0"}
+            assert work.running == {"lease-1"}
+            work.go.set()
+            await scheduler.until_reported(1)
     assert set(scheduler.outcomes) == {"lease-1"}
+    errors = [line["error"] for line in logged if line["event"] == "rollout_failed"]
+    assert errors == ["its lease was lost"]
 
 
 async def test_report_under_way_is_no_lost_lease() -> None:

@@ -48,6 +48,13 @@ async def context(tmp_path: Any) -> AsyncIterator[ServiceContext]:
     await made.undo.aclose()
 
 
+def test_help_names_the_command_of_a_runner(capsys: pytest.CaptureFixture[str]) -> None:
+    """A reader can type what the first line shows."""
+    with pytest.raises(SystemExit):
+        load(RunnerConfig, service="runner", argv=["--help"], environ={})
+    assert capsys.readouterr().out.startswith("usage: forge agents run [--config FILE]")
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods that a runner called."""

@@ -40,6 +40,18 @@ FILE = "{tmp}/file"
         (("status", "--root", "{tmp}"), "{tmp} has no run"),
         (("status", "--etcd", "127.0.0.1:1"), "--etcd needs --key-file"),
         (("queue", "status", "--root", "{tmp}"), "{tmp} has no run"),
+        (("run", "--seed", "x"), "--seed 'x' must be a whole number; see forge run --help"),
+        (("run", "--steps", "0"), "--steps '0' must be at least 1; see forge run --help"),
+        (("run", "--sed", "1"), "no such option: --sed (possible options: --etcd, --seed, "),
+        (("run", "--set"), "option '--set' requires an argument; see forge run --help"),
+        (("nosuch",), "no such command 'nosuch'; see forge --help"),
+        (("--foo",), "no such option: --foo; see forge --help"),
+        (("queue", "submit"), "missing argument 'file'; see forge queue submit --help"),
+        (("status", "a", "b"), "got unexpected extra argument(s) (b); see forge status --help"),
+        (
+            ("trajectories", "export", "x", "--format", "y"),
+            "--format 'y' must be one of 'trajectories', 'sft', 'preference', 'tokens'; see forge ",
+        ),
     ],
 )
 def test_command_line_mistake_is_one_line(
@@ -47,7 +59,8 @@ def test_command_line_mistake_is_one_line(
 ) -> None:
     """No traceback, and exit code 2: the same command would fail again."""
     (tmp_path / "file").touch()
-    ended = CliRunner().invoke(app, [word.format(tmp=tmp_path) for word in words])
+    given = [word.format(tmp=tmp_path) for word in words]
+    ended = CliRunner().invoke(app, given, prog_name="forge")
     assert ended.exit_code == 2, ended.exception
     assert ended.stderr.startswith("forge: ")
     assert ended.stderr.count("\n") == 1

@@ -131,6 +131,31 @@ def test_nearest_settings_that_fit_are_found() -> None:
     assert fitting(size, run, device_bytes=1.0) is None
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--world", "0", "a whole number of at least 1"),
+        ("--context", "1k", "a whole number of at least 1"),
+        ("--cp", "0", "a whole number of at least 1"),
+        ("--device-gib", "0", "a number above 0"),
+        ("--recompute-share", "nan", "a number from 0 to 1"),
+    ],
+)
+def test_number_out_of_bounds_is_one_line_with_the_option(
+    option: str, value: str, allowed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything reads the model."""
+    given = {"--model": "none", "--world": "2", "--context": "8192", "--device-gib": "4"}
+    words = [word for pair in (given | {option: value}).items() for word in pair]
+    with pytest.raises(SystemExit) as ended:
+        plan.main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"forge trainer plan: {option} {value!r} is not allowed: {allowed}; "
+        "see forge trainer plan --help\n"
+    )
+
+
 def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each part, whether it fits, and what to change; a bad mesh is one line and exit code 2."""
     Qwen3Config(**SHAPE).save_pretrained(tmp_path)

@@ -264,6 +264,7 @@ def test_help_names_every_setting_with_default_range_and_meaning(
     assert '# Color of the lamp. (one of white, red)\ncolor = "white"\n' in table
     assert "lease_ttl_s = " in shared.partition("\n# Settings of every service:\n")[2]
     assert "FORGE_OVEN_<KEY>" in shared
+    assert shared.startswith("usage: python -m ")
 
 
 def test_printed_config_is_read_back(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
