@@ -15,6 +15,7 @@ from forge.client.stored.pool import PoolReader
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.placement.sharding import choose_shard
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
+from services.scheduler.term_record import TermRecord
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.cluster import (
@@ -202,6 +203,41 @@ async def test_commits_and_leases_do_not_wait_for_a_move(forge: SchedulerCluster
     assert (await retire(forge, "s1")).progress.groups_left == len(moved)
     forge.pools["s2"].thaw()
     await until_retired(forge, "s1")
+
+
+async def test_groups_of_a_cancelled_move_are_leased_where_they_end(
+    forge: SchedulerCluster,
+) -> None:
+    """The retirement is cancelled while the target is frozen in the middle of a copy. A rollout
+    leased at the source would be lost with the mark, and sampled again."""
+    await start(forge, "s1", "s2", queue={"window": "16"})
+    names = names_on("s1", 4, prefix="task", shards=("s0", "s1", "s2"))
+    names = [name for name in names if choose_shard(name, ("s0", "s2")) == "s2"]
+    forge.pools["s2"].freeze()
+    await forge.submit([make_task(name) for name in names])
+    await retire(forge, "s1")
+
+    async def has_begun() -> bool:
+        return (await TermRecord.read(forge.coordinator)).move is not None
+
+    await until(has_begun)
+    await retire(forge, "s1", cancel=True)
+    leases = await forge.lease(len(names), wait_s=1.0)
+    forge.pools["s2"].thaw()
+
+    async def has_ended() -> bool:
+        return {group.group.pool_shard for group in await forge.groups()} == {"s2"}
+
+    await until(has_ended)
+    while len(leases) < len(names):
+        leases += await forge.lease(len(names))
+    for lease in leases:
+        await forge.seal(lease)
+    await forge.finish(leases)
+    assert {lease.trajectory_id.partition(":")[0] for lease in leases} == set(names)
+    status = await forge.status()
+    assert (status.pending, status.running_rollouts) == (len(names), 0)
+    assert status.complete_in_window == len(names)
 
 
 async def test_a_shard_that_cannot_retire_is_refused(forge: SchedulerCluster) -> None:

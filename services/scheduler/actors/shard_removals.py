@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from forge.core.errors import ActorStopped, FailedPrecondition, ForgeError, NotFound, Unavailable
@@ -168,7 +169,7 @@ class ShardRemovals(Actor):
                 await self._end_open()
             for shard in sorted(self._membership.retiring):
                 try:
-                    async with self._moving:
+                    async with self._moving_from(shard):
                         rests = await self._step(shard)
                 except ActorStopped:
                     raise
@@ -179,10 +180,24 @@ class ShardRemovals(Actor):
                 if rests:
                     await asyncio.sleep(PAUSE_S)
 
+    @asynccontextmanager
+    async def _moving_from(self, *sources: str) -> AsyncIterator[None]:
+        """Moves groups of `sources`. They are withheld from runners and trainers until the step is
+        over and no move is open, also if the retirement is cancelled meanwhile."""
+        async with self._moving:
+            self._membership.set_moving(self._open_source().union(sources))
+            try:
+                yield
+            finally:
+                self._membership.set_moving(self._open_source())
+
+    def _open_source(self) -> frozenset[str]:
+        return frozenset() if self._open is None else frozenset({self._open[0].source})
+
     async def _end_open(self) -> None:
         """Completes the last move of a cancelled retirement."""
         try:
-            async with self._moving:
+            async with self._moving_from():
                 await self._complete_open()
         except ActorStopped:
             raise

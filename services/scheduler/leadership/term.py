@@ -305,7 +305,7 @@ class Term:
                 live = self._shards.live()
                 away = (members.registered - live) | members.unread
                 leader.queue.tell(
-                    SetAway(shards=away, unread=members.unread, retiring=members.retiring)
+                    SetAway(shards=away, unread=members.unread, retiring=members.withheld)
                 )
                 if away != reported_away:
                     reported_away = away

@@ -22,6 +22,8 @@ class ShardMembership:
         """May hold groups, and were unreachable when the term began."""
         self.retiring: frozenset[str] = frozenset()
         """Retired by an operator: no new groups, and theirs move away."""
+        self.moving: frozenset[str] = frozenset()
+        """Sources of the present step of a retirement, and of an open move."""
         self.progress: dict[str, scheduler_pb2.ShardRetirement] = {}
         """By shard that retires."""
         self._changed = asyncio.Event()
@@ -30,6 +32,12 @@ class ShardMembership:
     def known(self) -> frozenset[str]:
         """Every shard that may hold groups."""
         return self.registered | self.unread
+
+    @property
+    def withheld(self) -> frozenset[str]:
+        """Shards whose groups are neither leased nor batched: a group that moves would lose its
+        lease. A cancelled retirement ends here only with its last move."""
+        return self.retiring | self.moving
 
     def placeable(self, live: frozenset[str]) -> frozenset[str]:
         """Shards of `live` that accept new groups."""
@@ -43,6 +51,12 @@ class ShardMembership:
             for shard in sorted(shards)
         }
         self.announce()
+
+    def set_moving(self, shards: frozenset[str]) -> None:
+        """Shards whose groups may be in a move from now on."""
+        before, self.moving = self.withheld, shards
+        if self.withheld != before:
+            self.announce()
 
     def remove(self, shard: str) -> None:
         """Remove a shard that is gone."""

@@ -208,6 +208,38 @@ async def test_the_open_move_of_a_cancelled_retirement_is_completed(term: Term) 
     assert not term.pool.copies and "s1" in term.members.known
 
 
+async def test_groups_of_an_open_move_are_withheld_after_the_cancel(term: Term) -> None:
+    """A rollout leased at the source would be lost with the mark, and a batch would miss its
+    trajectories."""
+    term.pool.fail_mark = True
+    await term.retire()
+    await until(lambda: term.pool.refusals)
+    await term.retire(cancel=True)
+    assert term.members.withheld == {"s1"}
+    term.pool.unreachable = frozenset()
+    await until(lambda: term.queue.shard[TASK] == "s2")
+    await until(lambda: not term.members.withheld)
+
+
+async def test_a_retirement_that_begins_again_does_not_move_leased_groups(term: Term) -> None:
+    """Cancelled and repeated within one step, it still has the groups that it found before."""
+    offered = set[frozenset[str]]()
+    term.members.announce = lambda: offered.add(term.members.withheld)  # type: ignore[method-assign]
+    amend = term.record.amend
+
+    async def cancelled_in_between(**changes: Any) -> None:
+        if "move" in changes and not term.record.moves:
+            await term.retire(cancel=True)
+            await term.retire()
+        await amend(**changes)
+
+    term.record.amend = cancelled_in_between  # type: ignore[method-assign]
+    await term.retire()
+    await until(lambda: term.members.known == {"s0", "s2"})
+    assert offered == {frozenset({"s1"}), frozenset()}
+    assert term.queue.shard[TASK] == "s2"
+
+
 async def test_the_target_of_an_open_move_may_be_declared_lost(term: Term) -> None:
     """The groups then move to another shard."""
     term.pool.fail_mark = True
