@@ -205,26 +205,34 @@ class Runner:
             self._ended.put_nowait(result)
 
     async def _report_results(self) -> None:
+        """Reports results with retries; the leases are renewed until then."""
+        results: list[RolloutResult] = []
         while True:
-            results = [await self._ended.get()]
+            results += [] if results else [await self._ended.get()]
+            # Also after a failed call: the scheduler settles those whose pool shards answer.
             while not self._ended.empty() and len(results) < REPORT_BATCH:
                 results.append(self._ended.get_nowait())
-            await self._finish(pb.FinishRolloutsRequest(outcomes=results))
-            self._release([result.lease_id for result in results])
+            if await self._report(results):
+                self._release([result.lease_id for result in results])
+                results = []
+            else:
+                await asyncio.sleep(PAUSE_S)
 
-    async def _finish(self, request: pb.FinishRolloutsRequest) -> None:
-        """Reports results with retries; the leases are renewed until then."""
-        while True:
-            try:
-                await self._scheduler("FinishRollouts", request, timeout_s=CALL_S)
-                return
-            except ForgeError as error:
-                if not error.retryable:
-                    # The leases expire, and the scheduler checks the trajectories itself.
-                    log.error("results_refused", error=str(error))
-                    return
+    async def _report(self, results: Sequence[RolloutResult]) -> bool:
+        """False if the results have to be reported again."""
+        request = pb.FinishRolloutsRequest(outcomes=results)
+        try:
+            response = await self._scheduler("FinishRollouts", request, timeout_s=CALL_S)
+        except ForgeError as error:
+            if error.retryable:
                 log.warning("scheduler_unreachable", method="FinishRollouts", error=str(error))
-            await asyncio.sleep(PAUSE_S)
+                return False
+            # The leases expire, and the scheduler checks the trajectories itself.
+            log.error("results_refused", error=str(error))
+            return True
+        for refusal in response.refused:
+            log.error("result_refused", trajectory_id=refusal.trajectory_id, error=refusal.error)
+        return True
 
     def _stop_lost(self, lease_ids: Sequence[str]) -> None:
         lost = [one for lease_id in lease_ids if (one := self._leased.get(lease_id))]

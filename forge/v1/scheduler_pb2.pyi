@@ -530,12 +530,39 @@ Global___FinishRolloutsRequest: _TypeAlias = FinishRolloutsRequest  # noqa: Y015
 class FinishRolloutsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class Refusal(_message.Message):
+        """A result whose trajectory is unknown. It changed nothing; do not report it again."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+        ERROR_FIELD_NUMBER: _builtins.int
+        trajectory_id: _builtins.str
+        error: _builtins.str
+        def __init__(
+            self,
+            *,
+            trajectory_id: _builtins.str = ...,
+            error: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishRolloutsResponse.Refusal]: ...
     def __init__(
         self,
+        *,
+        refused: _abc.Iterable[Global___FinishRolloutsResponse.Refusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

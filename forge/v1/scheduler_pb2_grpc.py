@@ -156,7 +156,9 @@ class SchedulerServiceServicer(object):
     def FinishRollouts(self, request, context):
         """Reports ended rollouts. A rollout with a sealed trajectory is complete; the scheduler retries any
         other with back-off. Failures of the task tombstone its group after `max_attempts`, with the
-        reason; failures of the infrastructure do not count. Idempotent.
+        reason; failures of the infrastructure do not count. Each result is settled by itself: the response
+        names those of unknown trajectories. UNAVAILABLE when the pool shard of one does not answer; those
+        of other shards are settled then. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

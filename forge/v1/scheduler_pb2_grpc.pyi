@@ -47,7 +47,9 @@ class SchedulerServiceStub:
     FinishRollouts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRolloutsRequest, _scheduler_pb2.FinishRolloutsResponse]
     """Reports ended rollouts. A rollout with a sealed trajectory is complete; the scheduler retries any
     other with back-off. Failures of the task tombstone its group after `max_attempts`, with the
-    reason; failures of the infrastructure do not count. Idempotent.
+    reason; failures of the infrastructure do not count. Each result is settled by itself: the response
+    names those of unknown trajectories. UNAVAILABLE when the pool shard of one does not answer; those
+    of other shards are settled then. Idempotent.
     """
     LeaseBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseBatchRequest, _scheduler_pb2.LeaseBatchResponse]
     """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
@@ -134,7 +136,9 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     FinishRollouts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRolloutsRequest, _scheduler_pb2.FinishRolloutsResponse]  # type: ignore[assignment]
     """Reports ended rollouts. A rollout with a sealed trajectory is complete; the scheduler retries any
     other with back-off. Failures of the task tombstone its group after `max_attempts`, with the
-    reason; failures of the infrastructure do not count. Idempotent.
+    reason; failures of the infrastructure do not count. Each result is settled by itself: the response
+    names those of unknown trajectories. UNAVAILABLE when the pool shard of one does not answer; those
+    of other shards are settled then. Idempotent.
     """
     LeaseBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseBatchRequest, _scheduler_pb2.LeaseBatchResponse]  # type: ignore[assignment]
     """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
@@ -242,7 +246,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_pb2.FinishRolloutsResponse, _abc.Awaitable[_scheduler_pb2.FinishRolloutsResponse]]:
         """Reports ended rollouts. A rollout with a sealed trajectory is complete; the scheduler retries any
         other with back-off. Failures of the task tombstone its group after `max_attempts`, with the
-        reason; failures of the infrastructure do not count. Idempotent.
+        reason; failures of the infrastructure do not count. Each result is settled by itself: the response
+        names those of unknown trajectories. UNAVAILABLE when the pool shard of one does not answer; those
+        of other shards are settled then. Idempotent.
         """
 
     @_abc_1.abstractmethod

@@ -23,7 +23,7 @@ from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.groups.batch_groups import fitting, lost_trajectories, with_summaries
 from services.scheduler.groups.group_listing import list_groups
-from services.scheduler.groups.group_look_up import ask_with_look_up
+from services.scheduler.groups.rollout_results import settle_results
 from services.scheduler.leadership.term import LeaderContext, Term
 from services.scheduler.rollout_leases import rollout_lease
 from services.scheduler.state.draining_runners import IsDraining, SetRunnerDraining
@@ -40,10 +40,7 @@ from services.scheduler.state.messages.removals import DeclareShardLost, RetireS
 from services.scheduler.state.messages.rollouts import (
     DismissRunner,
     LeaseRollouts,
-    LocateRollouts,
     RenewRollouts,
-    Report,
-    SettleRollouts,
 )
 from services.scheduler.state.messages.term import GetStatus, SetActivity
 from services.scheduler.state.queries.queue_positions import GetQueue
@@ -161,25 +158,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def FinishRollouts(
         self, request: scheduler_pb2.FinishRolloutsRequest, context: Any
     ) -> scheduler_pb2.FinishRolloutsResponse:
-        """Store results of attempts, checked against the pool."""
+        """Settle results of attempts, checked against the pool; name the unknown ones."""
         leader = await self._lead(context)
-        ids = [validation.check_result(result, n) for n, result in enumerate(request.outcomes)]
-        locate = LocateRollouts(trajectory_ids=ids)
-        by_shard = await ask_with_look_up(leader.queue, leader.shards, locate, timeout_s=ASK_S)
-        # The pool is authoritative: a sealed rollout is complete, also if its runner failed.
-        summaries = await leader.shards.summaries(by_shard)
-        reports = [
-            Report(
-                trajectory_id=result.trajectory_id,
-                error=result.error[: validation.MAX_ERROR_CHARS],
-                permanent=result.permanent,
-                kind=validation.failure_kind(result.kind),
-                summary=summaries.get(result.trajectory_id),
-            )
-            for result in request.outcomes
-        ]
-        await leader.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
-        return scheduler_pb2.FinishRolloutsResponse()
+        refused = await settle_results(leader.queue, leader.shards, request.outcomes)
+        return scheduler_pb2.FinishRolloutsResponse(refused=refused)
 
     async def LeaseBatch(
         self, request: scheduler_pb2.LeaseBatchRequest, context: Any

@@ -234,11 +234,23 @@ async def test_invalid_input_is_refused_by_field_and_value(forge: SchedulerClust
 
 
 async def test_unknown_names_are_not_found(forge: SchedulerCluster) -> None:
-    """An id that was never leased cannot be finished, renewed or committed."""
+    """An id that was never leased cannot be finished, renewed or committed. A result of it holds
+    back no other one of the call."""
     forge.start_scheduler()
-    outcome = scheduler_pb2.FinishRolloutsRequest.Outcome(trajectory_id="nobody:0:0")
-    with pytest.raises(NotFound, match="'nobody' is not in the queue"):
-        await forge.ask("FinishRollouts", scheduler_pb2.FinishRolloutsRequest(outcomes=[outcome]))
+    await forge.submit([make_task("a")])
+    (known,) = await forge.lease(1)
+    await forge.seal(known)
+    results = [
+        scheduler_pb2.FinishRolloutsRequest.Outcome(trajectory_id=each)
+        for each in ("nobody:0:0", known.trajectory_id)
+    ]
+    answer = await forge.ask(
+        "FinishRollouts", scheduler_pb2.FinishRolloutsRequest(outcomes=results)
+    )
+    assert {refusal.trajectory_id: refusal.error for refusal in answer.refused} == {
+        "nobody:0:0": "task_id 'nobody' is not in the queue"
+    }
+    assert (await forge.status()).complete_in_window == 1
     with pytest.raises(NotFound, match="batch_id 'b' is not leased"):
         await forge.ask("RenewBatch", scheduler_pb2.RenewBatchRequest(batch_id="b"))
     with pytest.raises(NotFound, match="batch_id 'b' is not leased"):

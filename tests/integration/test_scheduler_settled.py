@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.client.operator import Operator
-from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from forge.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from forge.v1 import scheduler_pb2
 from tests.support.scheduler.cluster import (
     START_S,
@@ -68,8 +68,10 @@ async def test_new_leader_knows_groups_that_it_never_read(forge: SchedulerCluste
     reports = [scheduler_pb2.FinishRolloutsRequest.Outcome(trajectory_id="t0:0:0")]
     await forge.ask("FinishRollouts", scheduler_pb2.FinishRolloutsRequest(outcomes=reports))
     reports[0].trajectory_id = "other:0:0"
-    with pytest.raises(NotFound):
-        await forge.ask("FinishRollouts", scheduler_pb2.FinishRolloutsRequest(outcomes=reports))
+    answer = await forge.ask(
+        "FinishRollouts", scheduler_pb2.FinishRolloutsRequest(outcomes=reports)
+    )
+    assert [refusal.trajectory_id for refusal in answer.refused] == ["other:0:0"]
     assert sorted(one.group.task.task_id for one in await forge.groups("third")) == listed
     assert len(await forge.groups()) == 12
     operator = Operator(forge.coordinator, forge.channels)

@@ -60,6 +60,7 @@ from services.scheduler.state.messages.removals import (
 from services.scheduler.state.messages.rollouts import (
     CheckExpired,
     DismissRunner,
+    FindUnknown,
     Grant,
     LeaseRollouts,
     LocateRollouts,
@@ -159,8 +160,10 @@ class QueueActor(Actor):
             case RenewRollouts(lease_ids=ids, runner_id=runner_id):
                 state.watch.runner_called(now_s)
                 return state.renew(ids, now_s=now_s, runner_id=runner_id)
-            case LocateRollouts(trajectory_ids=ids, looked_up=looked_up):
-                return state.locate(ids, looked_up)
+            case LocateRollouts(trajectory_ids=ids):
+                return state.locate(ids)
+            case FindUnknown(trajectory_ids=ids, looked_up=looked_up):
+                return state.find_unknown(ids, looked_up)
             case SettleRollouts(reports=reports):
                 for report in reports:
                     state.settle(report, now_s=now_s)

@@ -9,13 +9,13 @@ from forge.runtime.actors.actor_system import ActorRef
 from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.messages.batches import PrepareCommit
 from services.scheduler.state.messages.groups import FindNew, LookedUp, LookUp
-from services.scheduler.state.messages.rollouts import LocateRollouts
+from services.scheduler.state.messages.rollouts import FindUnknown
 
 
 async def ask_with_look_up(
     queue: ActorRef,
     shards: PoolShards,
-    message: FindNew | LocateRollouts | PrepareCommit,
+    message: FindNew | FindUnknown | PrepareCommit,
     *,
     timeout_s: float,
 ) -> Any:

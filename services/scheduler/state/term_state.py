@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
+from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import ANY, Abilities, Group, Kind, Phase
@@ -33,7 +33,7 @@ from services.scheduler.state.messages.batches import (
     RewindPlan,
 )
 from services.scheduler.state.messages.groups import DropGroups, FindNew, LookedUp, LookUp
-from services.scheduler.state.messages.rollouts import Grant, Report
+from services.scheduler.state.messages.rollouts import Grant, Located, Report
 from services.scheduler.state.settled_groups import SettledGroups
 from services.scheduler.state.stalls import Watch
 from services.scheduler.state.task_catalog import STATES, Catalog
@@ -236,21 +236,40 @@ class TermState:
         ledger = self.queue.ledger
         return self.watch.unserved(ledger.dispatch.waiting_kinds(ledger.away), now_s)
 
-    def locate(
-        self, trajectory_ids: Iterable[str], looked_up: LookedUp
-    ) -> dict[str, list[str]] | LookUp:
-        """The ids by pool shard, without those of settled groups that only the pool has. Raises
-        NotFound."""
-        ids = tuple(trajectory_ids)
-        tasks = (parse_trajectory_id(trajectory_id).task_id for trajectory_id in ids)
-        if missing := self.settled.missing(tasks, looked_up):
-            return missing
+    def locate(self, trajectory_ids: Iterable[str]) -> Located:
+        """The pool shards of trajectories whose groups are in memory."""
         by_shard: defaultdict[str, list[str]] = defaultdict(list)
-        for trajectory_id in ids:
-            if parse_trajectory_id(trajectory_id).task_id not in looked_up.groups:
+        unknown: dict[str, str] = {}
+        absent: list[str] = []
+        for trajectory_id in trajectory_ids:
+            if parse_trajectory_id(trajectory_id).task_id not in self.queue.ledger:
+                absent.append(trajectory_id)
+                continue
+            try:
                 group = self.queue.rollouts.group_of(trajectory_id)
+            except NotFound as error:
+                unknown[trajectory_id] = str(error)
+            else:
                 by_shard[group.spec.shard].append(trajectory_id)
-        return dict(by_shard)
+        return Located(by_shard=by_shard, unknown=unknown, absent=absent)
+
+    def find_unknown(
+        self, trajectory_ids: Sequence[str], looked_up: LookedUp
+    ) -> dict[str, str] | LookUp:
+        """The reasons by id, without trajectories of settled groups that only the pool has. Raises
+        Unavailable."""
+        tasks = {each: parse_trajectory_id(each).task_id for each in trajectory_ids}
+        if missing := self.settled.missing(tasks.values(), looked_up):
+            return missing
+        if any(task_id in self.queue.ledger for task_id in tasks.values()):
+            raise Unavailable("a pool shard has just been read: report the results again")
+        unknown = {
+            each: f"task_id {task_id!r} is not in the queue"
+            for each, task_id in tasks.items()
+            if task_id not in looked_up.groups
+        }
+        self.check_read(tasks[each] for each in unknown)
+        return unknown
 
     def settle(self, report: Report, *, now_s: float) -> None:
         """Apply the end of an attempt; changes nothing if its group is no longer in memory."""

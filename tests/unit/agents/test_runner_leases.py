@@ -1,4 +1,4 @@
-"""The runner's side of a lease: bounded work, renewal, loss, reports, drain.
+"""The runner's side of a lease: bounded work, renewal, loss, drain.
 
 The scheduler is a fake that leases given rollouts and records the reports.
 """
@@ -6,8 +6,7 @@ The scheduler is a fake that leases given rollouts and records the reports.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,98 +16,14 @@ from structlog.testing import capture_logs
 from forge.agents import lease_renewal
 from forge.agents import runner as runner_module
 from forge.agents.rollout import RolloutResult
-from forge.agents.runner import Runner
 from forge.core.errors import Unauthenticated, Unavailable
 from forge.v1 import scheduler_pb2 as pb
+from tests.support.agents.scheduler_stand_in import StandIn, Work, a_runner, working
 from tests.support.agents.tasks import lease
 from tests.support.runtime.waiting import until, until_blocking
 
 HELD_UP_S = 30.0
 """Longest that a test blocks the event loop: until it fails."""
-
-
-class StandIn:
-    """A scheduler with a list of leases to give out. Made on the event loop."""
-
-    def __init__(self, *leases: pb.RolloutLease) -> None:
-        self.waiting = list(leases)
-        self.asked: list[int] = []
-        self.renewed: asyncio.Queue[list[str]] = asyncio.Queue()
-        self.renewals = 0
-        """The same for a test that blocks the event loop."""
-        self._loop = asyncio.get_running_loop()
-        self.lost: list[str] = []
-        self.outcomes: dict[str, RolloutResult] = {}
-        self.reported = asyncio.Event()
-        self.refusals: dict[str, list[Exception]] = {}
-        """Raised by the next calls of that method."""
-        self.left = asyncio.Event()
-        self.draining = False
-
-    async def __call__(self, method: str, request: Any, *, timeout_s: float) -> Any:
-        if self.refusals.get(method):
-            raise self.refusals[method].pop(0)
-        return await getattr(self, method)(request)
-
-    async def LeaseRollouts(self, request: Any) -> Any:
-        if request.leaving:
-            self.left.set()
-            return pb.LeaseRolloutsResponse()
-        self.asked.append(request.max_rollouts)
-        if not self.waiting:
-            await self.left.wait()
-        given = self.waiting[: request.max_rollouts]
-        del self.waiting[: request.max_rollouts]
-        return pb.LeaseRolloutsResponse(leases=given, draining=self.draining)
-
-    def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
-        """Called on a thread."""
-        if self.refusals.get("RenewRollouts"):
-            raise self.refusals["RenewRollouts"].pop(0)
-        self.renewals += 1
-        self._loop.call_soon_threadsafe(self.renewed.put_nowait, list(lease_ids))
-        return self.lost
-
-    async def FinishRollouts(self, request: Any) -> Any:
-        self.outcomes |= {outcome.lease_id: outcome for outcome in request.outcomes}
-        self.reported.set()
-        return pb.FinishRolloutsResponse()
-
-    def drain(self, draining: bool) -> None:
-        """As an operator does; answers the waiting call."""
-        self.draining = draining
-        self.left.set()
-        self.left = asyncio.Event()
-
-    async def until_reported(self, count: int) -> None:
-        """Wait until that many rollouts were reported."""
-        while len(self.outcomes) < count:
-            self.reported.clear()
-            await self.reported.wait()
-
-
-class Work:
-    """Attempts that end when the test says so."""
-
-    def __init__(self) -> None:
-        self.running: set[str] = set()
-        self.most = 0
-        self.cancelled: set[str] = set()
-        self.go = asyncio.Event()
-        self.began: asyncio.Queue[str] = asyncio.Queue()
-
-    async def __call__(self, claim: pb.RolloutLease) -> RolloutResult:
-        self.running.add(claim.lease_id)
-        self.most = max(self.most, len(self.running))
-        self.began.put_nowait(claim.lease_id)
-        try:
-            await self.go.wait()
-        except asyncio.CancelledError:
-            self.cancelled.add(claim.lease_id)
-            raise
-        finally:
-            self.running.discard(claim.lease_id)
-        return RolloutResult(lease_id=claim.lease_id, trajectory_id=claim.trajectory_id)
 
 
 def blocking(condition: Callable[[], bool]) -> Callable[[pb.RolloutLease], Any]:
@@ -121,34 +36,9 @@ def blocking(condition: Callable[[], bool]) -> Callable[[pb.RolloutLease], Any]:
     return block
 
 
-def a_runner(
-    scheduler: StandIn, work: Any, *, concurrency: int = 1, patience_s: float = 3600.0
-) -> Runner:
-    return Runner(
-        identity=lambda: pb.LeaseRolloutsRequest(runner_id="runner-0", domains=["code"]),
-        scheduler=scheduler,
-        renew=scheduler.renew,
-        attempt=work,
-        concurrency=concurrency,
-        lease_wait_s=1.0,
-        patience_s=patience_s,
-    )
-
-
 def drain_shown() -> bool:
     """The metric."""
     return bool(REGISTRY.get_sample_value("forge_draining"))
-
-
-@asynccontextmanager
-async def working(
-    scheduler: StandIn, work: Any, *, concurrency: int = 8, patience_s: float = 3600.0
-) -> AsyncIterator[Runner]:
-    runner = a_runner(scheduler, work, concurrency=concurrency, patience_s=patience_s)
-    running = asyncio.create_task(runner.run())
-    yield runner
-    await runner.drain(patience_s=0.0)
-    await running
 
 
 @pytest.fixture(autouse=True)
@@ -234,45 +124,6 @@ async def test_lost_claim_stops_only_its_own_rollout() -> None:
     assert set(scheduler.outcomes) == {"lease-1"}
     errors = [line["error"] for line in logged if line["event"] == "rollout_failed"]
     assert errors == ["its lease was lost"]
-
-
-async def test_report_under_way_is_no_lost_lease() -> None:
-    """The scheduler has ended the lease with the report, whose response is not here yet: nothing is
-    logged, and the rollout keeps its place."""
-    scheduler, work = StandIn(lease(0, lease_s=0.03), lease(1)), Work()
-    answered = asyncio.Event()
-    report = scheduler.FinishRollouts
-
-    async def finish(request: Any) -> Any:
-        response = await report(request)
-        scheduler.lost = ["lease-0"]
-        await answered.wait()
-        return response
-
-    scheduler.FinishRollouts = finish  # type: ignore[method-assign]
-    work.go.set()
-    with capture_logs() as logged:
-        async with working(scheduler, work, concurrency=1):
-            await scheduler.until_reported(1)
-            while not scheduler.renewed.empty():
-                scheduler.renewed.get_nowait()
-            for _ in range(3):
-                assert await scheduler.renewed.get() == ["lease-0"]
-            assert scheduler.asked == [1]
-            answered.set()
-            await scheduler.until_reported(2)
-    assert set(scheduler.outcomes) == {"lease-0", "lease-1"}
-    assert "lease_lost" not in [line["event"] for line in logged]
-
-
-async def test_scheduler_outage_loses_no_rollout_result() -> None:
-    """Reports are repeated until they are answered; the rollout keeps its place until then."""
-    scheduler, work = StandIn(lease(0), lease(1)), Work()
-    scheduler.refusals["FinishRollouts"] = [Unavailable("no leader")] * 3
-    work.go.set()
-    async with working(scheduler, work, concurrency=1):
-        await scheduler.until_reported(2)
-    assert set(scheduler.outcomes) == {"lease-0", "lease-1"}
 
 
 async def test_failed_lease_request_is_repeated() -> None:

@@ -49,8 +49,27 @@ class RenewRollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateRollouts:
-    """Answered by trajectory ids by pool shard, without those of settled groups that only the pool
-    has, or by a LookUp. NotFound names an unknown id."""
+    """Answered by Located."""
+
+    trajectory_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Trajectories of groups in memory, and the others."""
+
+    by_shard: Mapping[str, Sequence[str]]
+    unknown: Mapping[str, str]
+    """By trajectory id, the reason: its group has no such rollout."""
+    absent: Sequence[str]
+    """Their groups are not in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindUnknown:
+    """Trajectories whose groups are not in memory. Answered by the reasons of those whose groups
+    the pool does not have either, by id, or by a LookUp. Raises Unavailable if an unread shard may
+    have a group."""
 
     trajectory_ids: Sequence[str]
     looked_up: LookedUp = NOT_LOOKED_UP

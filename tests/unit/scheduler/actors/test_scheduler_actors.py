@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forge.core.errors import NotFound, ResourceExhausted, Unavailable
+from forge.core.errors import ResourceExhausted, Unavailable
 from forge.v1 import common_pb2
 from services.scheduler.state.messages.batches import (
     BatchView,
@@ -19,7 +19,6 @@ from services.scheduler.state.messages.groups import ViewGroups
 from services.scheduler.state.messages.rollouts import (
     DismissRunner,
     LeaseRollouts,
-    LocateRollouts,
     RenewRollouts,
     Report,
     SettleRollouts,
@@ -288,12 +287,6 @@ async def test_claims_on_an_unreachable_shard_are_kept(
     assert (await status(term)).running_rollouts == 1
     await term.queue.ask(SetAway(shards=frozenset()), timeout_s=ASK_S)
     assert await term.queue.ask(RenewRollouts(lease_ids=[held]), timeout_s=ASK_S) == ()
-
-
-async def test_unknown_trajectory_is_named(term: TermActors) -> None:
-    """A report on an unknown trajectory is refused before the pool is asked."""
-    with pytest.raises(NotFound, match="'nobody' is not in the queue"):
-        await term.queue.ask(LocateRollouts(trajectory_ids=["nobody:0:0"]), timeout_s=ASK_S)
 
 
 async def test_lease_response_fits_into_a_message(term: TermActors) -> None:

@@ -15,9 +15,9 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.core.queue.groups import Phase
-from forge.v1 import common_pb2
+from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.groups.group_listing import list_groups
-from services.scheduler.groups.group_look_up import ask_with_look_up
+from services.scheduler.groups.rollout_results import settle_results
 from services.scheduler.state.left_out_groups import LeftOut
 from services.scheduler.state.messages.batches import (
     CommitBatch,
@@ -29,10 +29,7 @@ from services.scheduler.state.messages.batches import (
 from services.scheduler.state.messages.groups import ReserveIndices, RestoreGroups
 from services.scheduler.state.messages.rollouts import (
     LeaseRollouts,
-    LocateRollouts,
     RenewRollouts,
-    Report,
-    SettleRollouts,
 )
 from services.scheduler.state.messages.term import GetStatus
 from tests.support.scheduler.cluster import make_task
@@ -62,11 +59,10 @@ async def seal_next(term: TermActors) -> list[str]:
 
 
 async def report(term: TermActors, *ids: str) -> None:
-    locate = LocateRollouts(trajectory_ids=ids)
-    by_shard = await ask_with_look_up(term.queue, term.shards, locate, timeout_s=ASK_S)
-    found = await term.shards.summaries(by_shard)
-    reports = [Report(trajectory_id=each, summary=found.get(each)) for each in ids]
-    await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
+    results = [scheduler_pb2.FinishRolloutsRequest.Outcome(trajectory_id=each) for each in ids]
+    refused = await settle_results(term.queue, term.shards, results)
+    if refused:
+        raise NotFound(refused[0].error)
 
 
 async def train(term: TermActors, *, groups: int = GROUPS) -> list[CommitBatch]:
