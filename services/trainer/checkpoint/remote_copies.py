@@ -22,6 +22,7 @@ from services.trainer.checkpoint.retention import Retention
 from services.trainer.checkpoint.store import (
     UNNAMED,
     checkpoints_in,
+    is_name,
     path_of,
     prune,
     read_checkpoint,
@@ -108,6 +109,8 @@ class RemoteCopies:
         states: dict[int, _State] = {}
         for name, data in found.items():
             folder = name.rpartition("/")[0]
+            if not is_name(Path(folder).name):
+                continue
             try:
                 states[step_of(Path(folder))] = msgspec.json.decode(data, type=_State)
             except msgspec.MsgspecError as error:  # a file system may store a part of a file

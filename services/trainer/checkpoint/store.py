@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -176,7 +177,7 @@ class CheckpointStore:
 
     def _point_to(self, path: Path) -> None:
         """Move the link to a checkpoint that is durable."""
-        link = self._directory / (_LATEST + _UNFINISHED)
+        link = self._directory / f"{_LATEST}-{secrets.token_hex(4)}{_UNFINISHED}"
         link.symlink_to(path.name)
         link.replace(self._directory / _LATEST)
         sync(self._directory)
@@ -200,8 +201,14 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, damaged or not, the oldest first."""
-    return sorted(directory.glob(f"{_PREFIX}*[0-9]"))
+    """The checkpoints in a directory, damaged or not, the oldest first. Other names, such as an
+    operator's copies, are none."""
+    return sorted(one for one in directory.glob(f"{_PREFIX}*") if is_name(one.name))
+
+
+def is_name(name: str) -> bool:
+    """Whether a name is that of a checkpoint's directory."""
+    return re.fullmatch(rf"{_PREFIX}[0-9]+", name) is not None
 
 
 def set_aside(path: Path) -> None:
@@ -220,8 +227,9 @@ def prune(directory: Path, retention: Retention, *, held: Collection[int] = ()) 
     """Remove the checkpoints that retention does not keep, except those of the steps `held`."""
     paths = {step_of(path): path for path in checkpoints_in(directory)}
     for step in sorted(paths.keys() - retention.kept(paths) - {*held}):
-        # Renamed first: a half-removed directory must not look like a checkpoint.
-        doomed = paths[step].with_name(paths[step].name + _UNFINISHED)
+        # Renamed first: a half-removed directory must not look like a checkpoint. A new name: one
+        # may be left of the same step, from before a rewind.
+        doomed = paths[step].with_name(f"{paths[step].name}-{secrets.token_hex(4)}{_UNFINISHED}")
         paths[step].rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
