@@ -65,6 +65,8 @@ class CanarySettings:
     """Largest share of answers of the canary that end with a log-prob that is not finite."""
     max_reward_drop: Annotated[float, Meta(ge=0)] = 0.2
     """Largest amount by which the mean reward of the canary may be below that of its base."""
+    max_wait_s: Annotated[float, Meta(ge=0)] = 21600.0
+    """Longest time from its begin to its judgement; then the canary is rolled back. 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

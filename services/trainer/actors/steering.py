@@ -222,7 +222,12 @@ class Steering(Actor):
         if not (self._automatic.share or hold.automatic):
             return ""
         step = next_step(
-            self._automatic, hold, self._versions, await self._workers(), finished=finished
+            self._automatic,
+            hold,
+            self._versions,
+            await self._workers(),
+            now_unix_s=time.time(),
+            finished=finished,
         )
         if step is None:
             return ""

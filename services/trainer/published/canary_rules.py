@@ -43,10 +43,16 @@ class Judgement:
 
 
 def judge(
-    settings: CanarySettings, *, canary: Quality, base: Quality, broken: int, refused: str
+    settings: CanarySettings,
+    *,
+    canary: Quality,
+    base: Quality,
+    broken: int,
+    refused: str,
+    age_s: float,
 ) -> Judgement:
     """`broken`: answers of the canary's workers that ended with a log-prob that is not finite;
-    `refused`: why a worker refused the version, or ""."""
+    `refused`: why a worker refused the version, or ""; `age_s`: time since the canary began."""
     if refused:
         return Judgement(outcome=CanaryVerdict.ROLL_BACK, reason=f"refused: {refused}")
     # Early: broken answers are no trajectories, so a canary of NaN alone would never have enough.
@@ -59,7 +65,14 @@ def judge(
     # Without a trained token, as in flat groups that are dropped, there is no gap to judge.
     few = min(canary.trajectories, base.trajectories) < settings.trajectories
     if few or not canary.tokens:
-        return Judgement(outcome=CanaryVerdict.WAIT)
+        if not 0 < settings.max_wait_s < age_s:
+            return Judgement(outcome=CanaryVerdict.WAIT)
+        return Judgement(
+            outcome=CanaryVerdict.ROLL_BACK,
+            reason=f"no judgement within {settings.max_wait_s:g} s: the canary has "
+            f"{canary.trajectories} trajectories and {canary.tokens} trained tokens, the base "
+            f"{base.trajectories} trajectories, needed are {settings.trajectories}",
+        )
     gap = canary.logprob_gap
     if not gap <= settings.max_logprob_gap:
         return Judgement(
@@ -94,6 +107,7 @@ def next_step(
     versions: PublishedVersions,
     workers: Sequence[Instance],
     *,
+    now_unix_s: float,
     finished: bool = False,
 ) -> Step | None:
     """The next change; None if there is none now. A person's hold is left alone until its
@@ -116,7 +130,8 @@ def next_step(
     if hold.base is None:
         return Step(hold=_held(newest, rejected=hold.rejected), outcome="held")
     if hold.canary is not None:
-        return _judged(settings, hold, versions, workers, chosen)
+        age_s = now_unix_s - hold.since_unix_s
+        return _judged(settings, hold, versions, workers, chosen, age_s)
     if newest.weight_version <= max(hold.base.weight_version, hold.rejected):
         return None
     begun = msgspec.structs.replace(hold, canary=newest, canary_workers=chosen)
@@ -129,6 +144,7 @@ def _judged(
     versions: PublishedVersions,
     workers: Sequence[Instance],
     chosen: tuple[str, ...],
+    age_s: float,
 ) -> Step | None:
     assert hold.base is not None and hold.canary is not None
     version = hold.canary.weight_version
@@ -142,6 +158,7 @@ def _judged(
         base=versions.qualities.of(hold.base.weight_version),
         broken=sum(_broken(one, version) for one in own),
         refused=next((_refusal(one, version) for one in own if _refusal(one, version)), ""),
+        age_s=age_s,
     )
     match found.outcome:
         case CanaryVerdict.PROMOTE:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 
 from forge.rl.losses.stats import VersionGap
-from forge.runtime.weights import BROKEN_KEY, ERROR_KEY
+from forge.runtime.weights import BROKEN_KEY, ERROR_KEY, hold_key
 from services.trainer.actors.steering import Promote, ResumeHold, ReviewCanary, RollBack
 from services.trainer.setting_tables import CanarySettings
 from tests.support.trainer.published_weights import FakeRegister
@@ -91,6 +92,22 @@ async def test_version_out_of_bounds_is_rolled_back(
     await trainer.publish(3)
     assert await trainer.ask(ReviewCanary()) == "begun"
     assert list(trainer.hold.versions) == [1, 3]
+
+
+async def test_canary_without_a_judgement_ends_by_its_time(tmp_path: Path) -> None:
+    """For example while its worker samples nothing; the time is that of the hold in etcd, so a
+    restart of the trainer does not begin it again."""
+    trainer = trainer_in(tmp_path)
+    await begun(trainer)
+    assert await trainer.ask(ReviewCanary()) == ""
+    early = trainer.hold.since_unix_s - SETTINGS.max_wait_s - 1
+    aged = msgspec.structs.replace(trainer.hold, since_unix_s=early)
+    stored = trainer.register.entries[hold_key()]
+    await trainer.register.compare_and_swap(
+        hold_key(), aged.encode(), expected_revision=stored.mod_revision
+    )
+    assert await trainer.ask(ReviewCanary()) == "rolled_back"
+    assert list(trainer.hold.versions) == [1] and trainer.hold.rejected == 2
 
 
 async def test_killed_trainer_continues_its_canary(tmp_path: Path) -> None:

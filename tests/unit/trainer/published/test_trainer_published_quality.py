@@ -78,5 +78,34 @@ def test_canary_is_judged_by_its_trajectories_gap_and_reward(
         base=Quality(trajectories=4, reward_sum=3.0, tokens=8, gap_sum=0.1),
         broken=broken,
         refused=refused,
+        age_s=0.0,
     )
     assert found.outcome == verdict
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "age_s", "verdict"),
+    [
+        (60.0, 60.0, CanaryVerdict.WAIT),
+        (60.0, 61.0, CanaryVerdict.ROLL_BACK),
+        (0.0, 1e9, CanaryVerdict.WAIT),
+    ],
+)
+def test_canary_with_few_trajectories_has_a_time_limit(
+    limit_s: float, age_s: float, verdict: CanaryVerdict
+) -> None:
+    """The reason has the counts: they show which side sampled too little. 0 is no limit."""
+    found = judge(
+        CanarySettings(trajectories=4, max_wait_s=limit_s),
+        canary=Quality(trajectories=1, reward_sum=1.0, tokens=2, gap_sum=0.1),
+        base=Quality(trajectories=9, reward_sum=3.0, tokens=8, gap_sum=0.1),
+        broken=0,
+        refused="",
+        age_s=age_s,
+    )
+    assert found.outcome == verdict
+    if verdict is CanaryVerdict.ROLL_BACK:
+        assert found.reason == (
+            "no judgement within 60 s: the canary has 1 trajectories and 2 trained tokens, the "
+            "base 9 trajectories, needed are 4"
+        )
