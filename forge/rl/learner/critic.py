@@ -77,24 +77,45 @@ class Critic:
         return error_T / 2
 
 
+_BLOCK = 128
+"""Tokens that one product sums."""
+
+
 def gae(values_T: Tensor, returns_T: Tensor, lengths_S: Tensor, *, lam: float) -> Tensor:
     """[T] advantages; `returns_T` has the sample's return at each of its tokens."""
     if lam == 1.0:  # the sum of deltas without its rounding, and without a loop over tokens
         return returns_T - values_T
-    starts_S = lengths_S.cumsum(0) - lengths_S
     lasts_T = torch.zeros_like(values_T, dtype=torch.bool)
     lasts_T[lengths_S.cumsum(0) - 1] = True
     following_T = torch.where(lasts_T, returns_T, values_T.roll(-1))
     delta_T = following_T - values_T
-    advantages_T = torch.zeros_like(delta_T)
-    carried_S = delta_T.new_zeros(len(lengths_S))
-    for offset in reversed(range(int(lengths_S.max()))):
-        # Only samples that long have a token there; the others carry nothing yet.
-        here = offset < lengths_S
-        places = starts_S[here] + offset
-        carried_S[here] = delta_T[places] + lam * carried_S[here]
-        advantages_T[places] = carried_S[here]
-    return advantages_T
+    return _discounted(delta_T, lengths_S, lam).to(values_T.dtype)
+
+
+def _discounted(delta_T: Tensor, lengths_S: Tensor, lam: float) -> Tensor:
+    """[T] fp64 sum of each token's delta and those after it in its sample, times a power of `lam`.
+
+    A product with the powers sums within a block of tokens; the loop carries the sum of a block to
+    the one before it, in all samples at once.
+    """
+    blocks_S = (lengths_S + _BLOCK - 1) // _BLOCK
+    first_S = blocks_S.cumsum(0) - blocks_S
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    shift_S = first_S * _BLOCK - starts_S
+    places_T = torch.arange(len(delta_T), device=delta_T.device)
+    places_T = places_T + shift_S.repeat_interleave(lengths_S, output_size=len(delta_T))
+    # The last block of a sample ends with zeros, which add nothing to the tokens before them.
+    padded_BK = delta_T.new_zeros(int(blocks_S.sum()), _BLOCK, dtype=torch.float64)
+    padded_BK.view(-1)[places_T] = delta_T.double()
+    steps_K = torch.arange(_BLOCK, device=delta_T.device, dtype=torch.float64)
+    distances_KK = steps_K[:, None] - steps_K
+    powers_KK = torch.where(distances_KK < 0, 0.0, lam ** distances_KK.clamp(min=0))
+    sums_BK = padded_BK @ powers_KK
+    reach_K = lam ** (_BLOCK - steps_K)
+    for before in reversed(range(int(blocks_S.max()) - 1)):
+        blocks = first_S[blocks_S > before + 1] + before
+        sums_BK[blocks] += sums_BK[blocks + 1, :1] * reach_K
+    return sums_BK.view(-1)[places_T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,31 @@ def test_long_answers_keep_their_digits() -> None:
     assert torch.equal(found, returns - values)
 
 
+@pytest.mark.parametrize("lam", [0.0, 0.3, 0.95, 0.999])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gae_of_many_blocks_is_that_of_a_loop_over_tokens(lam: float, dtype: torch.dtype) -> None:
+    """In fp64, for samples of one token, of whole blocks, of one token more or less, and of many
+    blocks; in fp32 only the deltas and the result are rounded."""
+    lengths = [1, 2, 127, 128, 129, 256, 257, 1000, 1, 3000]
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(sum(lengths), generator=generator, dtype=dtype)
+    each = torch.randn(len(lengths), generator=generator, dtype=dtype)
+    returns = each.repeat_interleave(torch.tensor(lengths))
+    expected: list[float] = []
+    for own, outcome in zip(values.double().split(lengths), each.tolist(), strict=True):
+        following, carried = outcome, 0.0
+        found = []
+        for value in reversed(own.tolist()):
+            carried = following - value + lam * carried
+            following = value
+            found.append(carried)
+        expected += reversed(found)
+    result = gae(values, returns, torch.tensor(lengths), lam=lam)
+    assert result.dtype == dtype
+    error = (result.double() - torch.tensor(expected, dtype=torch.float64)).abs().max()
+    assert error < (1e-13 if dtype == torch.float64 else 1e-5)
+
+
 def test_clipped_value_loss_equals_values_by_hand() -> None:
     """Inside the clip the plain error counts; beyond it the larger of the two."""
     config = CriticConfig(value_clip=0.2)
