@@ -1,12 +1,13 @@
 """Speed of the embedded engine on a GPU beside transformers.
 
-    python -m benchmarks.device_inference [--quick] [--json FILE] [--shape 0.6b|1.7b|moe|tiny...]
+    python -m benchmarks.device_inference [--quick] [--json FILE] [--shape 0.6b|1.7b|moe|mamba2...]
         [--batch N...] [--rounds N] [--device cuda:0] [--only decode|drafts|swap...]
 
 Random weights of a Qwen 3 in bfloat16; `moe` has the layers of Qwen3-30B-A3B, 8 of its 48, and the
-engine records its experts. Prompts of 512 random tokens that all arrive at once, answers of 128
-tokens at temperature 1 that never stop, no prompt twice. Seconds are of the clock. In every round
-all programs run, one after the other:
+engine records its experts; `mamba2` and `falcon_h1` are recurrent models of 130M and 500M. Prompts
+of 512 random tokens that all arrive at once, answers of 128 tokens at temperature 1 that never
+stop, no prompt twice. Seconds are of the clock. In every round all programs run, one after the
+other:
 
     graphs          the engine in the role both: a decode step is one CUDA graph of fused layers
     unfused         a graph of the layers' own kernels
@@ -20,6 +21,8 @@ all programs run, one after the other:
     drafts.<batch>.<heads>.decode_tokens_s, .acceptance   with as many draft heads; the layers of
                     these weights change little, so that heads without layers foretell some tokens:
                     the speed depends on the acceptance, which is shown beside it
+    drafts.<batch>.<heads>.gain, .gain_min, .gain_max   that speed over the one without drafts in
+                    the same round: median, least and largest
     swap.stage_s, swap.pause_ms         new weights under 32 answers: until they serve, and the
                     longest pause between two steps meanwhile
     bytes.*         memory of the device
@@ -192,18 +195,30 @@ async def drafts(bench: Bench) -> None:
     engine = await Engine.start(system, bench.folder, **chosen)
     await engine.served.load(weights, version=1)
     for batch in (1, 8):
-        for count in (0, *HEADS):
+        speeds: dict[int, list[float]] = {count: [] for count in (0, *HEADS)}
+        accepted = dict.fromkeys(HEADS, 0.0)
+        drafted = dict.fromkeys(HEADS, 0.0)
+        for count in speeds:
             with patch.object(DepthChooser, "choose", partial(_choice, count)):
-                await bench.seconds(engine.graphs, batch, 9)
+                await bench.seconds(engine.graphs, batch, ANSWER_TOKENS)
+        for _ in range(bench.options.rounds):
+            for count, found in speeds.items():
                 before = (_drafted(count), _accepted(count))
-                first_s = await bench.seconds(engine.graphs, batch, 1)
-                whole_s = await bench.seconds(engine.graphs, batch, ANSWER_TOKENS)
-            speed = batch * (ANSWER_TOKENS - 1) / (whole_s - first_s)
-            bench.note(f"drafts.{batch}.{count}.decode_tokens_s", speed)
-            drafted = _drafted(count) - before[0]
-            if drafted:
-                accepted = _accepted(count) - before[1]
-                bench.note(f"drafts.{batch}.{count}.acceptance", accepted / drafted)
+                with patch.object(DepthChooser, "choose", partial(_choice, count)):
+                    first_s = await bench.seconds(engine.graphs, batch, 1)
+                    whole_s = await bench.seconds(engine.graphs, batch, ANSWER_TOKENS)
+                found.append(batch * (ANSWER_TOKENS - 1) / (whole_s - first_s))
+                if count:
+                    drafted[count] += _drafted(count) - before[0]
+                    accepted[count] += _accepted(count) - before[1]
+        for count, found in speeds.items():
+            bench.note(f"drafts.{batch}.{count}.decode_tokens_s", median(found))
+            if count:
+                gains = [one / none for one, none in zip(found, speeds[0], strict=True)]
+                bench.note(f"drafts.{batch}.{count}.gain", median(gains))
+                bench.note(f"drafts.{batch}.{count}.gain_min", min(gains))
+                bench.note(f"drafts.{batch}.{count}.gain_max", max(gains))
+                bench.note(f"drafts.{batch}.{count}.acceptance", accepted[count] / drafted[count])
     await system.stop()
 
 

@@ -1,7 +1,8 @@
 """Acceptance and decode speed of draft heads while the policy trains.
 
     python -m benchmarks.speculation [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
-                                     [--steps N] [--root DIRECTORY]
+                                     [--steps N] [--root DIRECTORY] [--device cuda:0]
+                                     [--dtype bfloat16]
 
 Heads are trained on samples of the starting policy. Then the policy takes optimizer steps on
 rewards of its own samples, drawn by the embedded engine, with draft heads of four kinds beside it:
@@ -22,6 +23,10 @@ held-out prompts, one at a time and at temperature 1, each without drafts and th
     answer_speedup   as `speedup`, with all CPU time from the hand-off to the last token: tasks of
                      the event loop, messages, copies; the shorter the answers, the more of it
 
+On a GPU, policy and engines are there, and times are those of the clock, steps until the device has
+finished. Larger models then have more tasks, whose answers are longer: without examples of bare
+answers, they show their work. `--dtype` is that of the engines; the policy computes in float32.
+
 Keys without a step are of the last step, those with `at_0` of the first one; `kept` is acceptance
 at the end over that at the beginning.
 """
@@ -34,6 +39,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -55,6 +61,8 @@ from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
 
 PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 STEPS = StepClock()
+EAGER = 4
+"""Answers that each engine gives at first, unmeasured, on a GPU: it compiles and captures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,8 @@ class Size:
     points: int
     """Measurements, the first before the first step."""
     learning_rate: float
+    worked: bool = False
+    """Whether answers show the work."""
 
 
 TINY = Size(
@@ -84,6 +94,10 @@ TINY = Size(
 LARGE = replace(
     TINY, pretraining=60, tasks=4, each=4, prompts=4, rounds=1, tokens=24, learning_rate=2e-5
 )
+ON_GPU = replace(
+    LARGE, pretraining=150, tasks=8, each=4, prompts=12, rounds=1, tokens=96, points=3,
+    worked=True,
+)  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,8 +105,8 @@ class Measured:
     """Sums over answers."""
 
     tokens: int = 0
-    cpu_s: float = 0.0
-    step_cpu_s: float = 0.0
+    spent_s: float = 0.0
+    steps_s: float = 0.0
     answers: int = 0
     first_drafts: float = 0.0
     first_accepted: float = 0.0
@@ -100,13 +114,13 @@ class Measured:
 
     @property
     def speed(self) -> float:
-        """Tokens per CPU second of decode steps; prefill samples the first of an answer."""
-        return (self.tokens - self.answers) / self.step_cpu_s
+        """Tokens per second of decode steps; prefill samples the first of an answer."""
+        return (self.tokens - self.answers) / self.steps_s
 
     @property
     def answer_speed(self) -> float:
-        """Tokens per CPU second from the hand-off to the last token."""
-        return (self.tokens - self.answers) / self.cpu_s
+        """Tokens per second from the hand-off to the last token."""
+        return (self.tokens - self.answers) / self.spent_s
 
     @property
     def tokens_per_step(self) -> float:
@@ -122,12 +136,12 @@ def counts() -> tuple[float, float, float]:
 
 async def answer(policy: Policy, served: Engine, task: Task, seed: int, sums: Measured) -> None:
     """One request alone."""
-    before, steps_s = counts(), STEPS.cpu_s
+    before, steps_s = counts(), STEPS.steps_s
     found = await served.sample(task.ids, replace(policy.sampling, seed=seed))
     sums.tokens += len(found.ids)
     sums.answers += 1
-    sums.cpu_s += found.decode_cpu_s
-    sums.step_cpu_s += STEPS.cpu_s - steps_s
+    sums.spent_s += found.decode_s
+    sums.steps_s += STEPS.steps_s - steps_s
     first, taken, accepted = (now - then for now, then in zip(counts(), before, strict=True))
     sums.first_drafts += first
     sums.first_accepted += taken
@@ -147,6 +161,10 @@ async def measure(
     for kind, heads in kinds.items():
         for mode in (FIXED, ADAPTIVE):
             await engines[mode].load(policy.published(heads))
+        if STEPS.device.type != "cpu":
+            for seed in range(EAGER):
+                for served in (engines[PLAIN], engines[FIXED]):
+                    await answer(policy, served, tasks[0], seed, Measured())
         for seed, task in enumerate(tasks):
             # Acceptance of other heads is to be forgotten.
             await answer(policy, engines[ADAPTIVE], task, seed, Measured())
@@ -157,6 +175,7 @@ async def measure(
                 for mode, served in engines.items():
                     await answer(policy, served, task, seed, sums[mode])
         plain, fixed, adaptive = (sums[mode] for mode in (PLAIN, FIXED, ADAPTIVE))
+        found[f"{kind}.tokens_s"] = fixed.speed
         found[f"{kind}.acceptance"] = fixed.first_accepted / max(1.0, fixed.first_drafts)
         found[f"{kind}.tokens_per_step"] = fixed.tokens_per_step
         found[f"{kind}.speedup"] = fixed.speed / plain.speed
@@ -196,19 +215,23 @@ def _copy(heads: MtpTraining) -> MtpTraining:
     )
 
 
-async def run(path: Path, size: Size) -> dict[str, float]:
+async def run(path: Path, size: Size, dtype: str) -> dict[str, float]:
     """All figures."""
-    policy = Policy(path, learning_rate=size.learning_rate, head_rate=2e-3, tokens=size.tokens)
+    policy = Policy(
+        path, learning_rate=size.learning_rate, head_rate=2e-3, tokens=size.tokens,
+        device=STEPS.device, worked=size.worked,
+    )  # fmt: skip
+    start = partial(engine, path, clock=STEPS, dtype=dtype)
     held_out = policy.tasks(size.prompts, Random("held out"))
     found: dict[str, float] = {}
     async with AsyncExitStack() as stack:
         engines = {
             mode: await stack.enter_async_context(
-                engine(path, drafts=0 if mode == PLAIN else HEADS, adaptive=mode == ADAPTIVE)
+                start(drafts=0 if mode == PLAIN else HEADS, adaptive=mode == ADAPTIVE)
             )
             for mode in (PLAIN, FIXED, ADAPTIVE)
         }
-        sampler = await stack.enter_async_context(engine(path, drafts=0, adaptive=False))
+        sampler = await stack.enter_async_context(start(drafts=0, adaptive=False))
         await sampler.load(policy.published(None))
         kinds = await pretrain(policy, sampler, size)
         measured_at = {round(size.steps * n / (size.points - 1)) for n in range(size.points)}
@@ -229,6 +252,8 @@ async def run(path: Path, size: Size) -> dict[str, float]:
             policy.train_heads([kinds["online"], kinds["tv_online"]], plan)
             policy.learner.step(plan, weight_version=1)
             await sampler.load(policy.published(None))
+            if (step + 1) % 10 == 0:
+                print(f"{step + 1} steps, reward {reward:.3f}", flush=True)
     for kind in kinds:
         found[f"{kind}.kept"] = found[f"{kind}.acceptance"] / found[f"{kind}.acceptance.at_0"]
     return found
@@ -239,9 +264,13 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="tiny, smollm2 or a directory")
     parser.add_argument("--steps", type=int, help="optimizer steps of the policy")
     parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", help="of the engines")
     options: argparse.Namespace = parser.parse_args()
+    STEPS.device = torch.device(options.device)
     path = asyncio.run(ensure_model(options.model, seed=0, root=options.root))
-    size = TINY if options.model == "tiny" else LARGE
+    large = LARGE if STEPS.device.type == "cpu" else ON_GPU
+    size = TINY if options.model == "tiny" else large
     if options.quick:
         size = replace(TINY, steps=4, pretraining=40, prompts=4, rounds=1, points=2)
     if options.steps is not None:
@@ -249,7 +278,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with STEPS.running():
-        found = asyncio.run(run(path, size))
+        found = asyncio.run(run(path, size, options.dtype))
     show(f"draft heads beside {options.model}, {size.steps} steps", found)
     keep(found, options.json)
 

@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
     Mamba2Config,
+    MiniMaxConfig,
     PreTrainedModel,
     Qwen3NextConfig,
 )
@@ -39,6 +40,15 @@ RECURRENT = {
         mamba_n_groups=1,
         mamba_d_state=16,
         mamba_chunk_size=16,
+    ),
+    # Lightning attention, and experts.
+    "minimax": MiniMaxConfig(
+        **SHAPE | {"initializer_range": 0.1},
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        block_size=16,
     ),
     # No attention.
     "mamba2": Mamba2Config(

@@ -41,6 +41,7 @@ CASES = [
         ("embedded", "qwen3_next"),
         ("embedded", "mamba2"),
         ("both", "falcon_h1"),
+        ("both", "minimax"),
     )
     if role in engines.EMBEDDED
 ]

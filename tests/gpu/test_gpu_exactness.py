@@ -41,10 +41,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 Record = Callable[[str, object], None]
 FAMILIES = (
     *("qwen3", "llama", "mistral", "gemma3", "gemma2", "gpt_oss", "deepseek_v3"),
-    *("qwen3_moe", "mixtral", "qwen3_next", "falcon_h1"),
+    *("qwen3_moe", "mixtral", "qwen3_next", "falcon_h1", "minimax"),
 )
 """Dense, windows, soft-caps, sinks, values of another size, experts, recurrent layers."""
-EXPERTS = ("gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral", "qwen3_next")
+EXPERTS = ("gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral", "qwen3_next", "minimax")
 OWN = {"gemma2": "eager", "gpt_oss": "eager"}
 """SDPA has no caps and no sinks."""
 WAYS = {"whole": 1 << 30, "relayed": 200}

@@ -11,7 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    FalconH1Config,
+    GenerationConfig,
+    Mamba2Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
@@ -40,6 +47,17 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_attention_heads=32, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
         **_SMALL,
+    ),
+    "mamba2": Mamba2Config(
+        vocab_size=50288, hidden_size=768, num_heads=24, head_dim=64, state_size=128, n_groups=1,
+        num_hidden_layers=24, chunk_size=256, tie_word_embeddings=True, eos_token_id=None,
+        bos_token_id=None,
+    ),
+    "falcon_h1": FalconH1Config(
+        vocab_size=32784, hidden_size=1024, intermediate_size=2048, num_hidden_layers=36,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, mamba_d_ssm=1536,
+        mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128,
+        mamba_chunk_size=128, tie_word_embeddings=False, **_SMALL,
     ),
     "tiny": Qwen3Config(
         vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2,

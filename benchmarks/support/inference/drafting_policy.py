@@ -8,6 +8,7 @@ batches, each before the policy's step. Not here: what is measured.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from array import array
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +24,14 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forge.agents.environments.base import Episode, Transcript
-from forge.agents.environments.gym import GYM_DOMAINS
+from forge.agents.environments.base import (
+    Episode,
+    Message,
+    PlainEpisode,
+    Reward,
+    Transcript,
+)
+from forge.agents.environments.gym import GYM_DOMAINS, GymDomain
 from forge.agents.environments.reasoning import ReasoningDomain
 from forge.core.prefix_tree import Sample
 from forge.core.token_columns import float32_bytes, int32_bytes
@@ -62,15 +69,28 @@ class Answer:
 
     ids: list[int]
     logprobs: list[float]
-    decode_cpu_s: float
-    """CPU time of this process from the hand-off to the last token."""
+    decode_s: float
+    """From the hand-off to the last token: CPU seconds of this process, or of the clock with a
+    GPU."""
 
 
 class StepClock:
-    """CPU time of all decode steps in this process."""
+    """Time of all decode steps in this process: CPU seconds; with a GPU seconds of the clock, until
+    the device has finished."""
 
     def __init__(self) -> None:
-        self.cpu_s = 0.0
+        self.device = torch.device("cpu")
+        self.steps_s = 0.0
+
+    def process_s(self) -> float:
+        """The time of this process so far."""
+        return time.process_time() if self.device.type == "cpu" else time.perf_counter()
+
+    def _thread_s(self) -> float:
+        if self.device.type == "cpu":
+            return time.thread_time()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -78,11 +98,11 @@ class StepClock:
         work = DecodeActor.work
 
         def timed(actor: DecodeActor) -> bool:
-            began_s = time.thread_time()
+            began_s = self._thread_s()
             try:
                 return work(actor)
             finally:
-                self.cpu_s += time.thread_time() - began_s
+                self.steps_s += self._thread_s() - began_s
 
         with patch.object(DecodeActor, "work", timed):
             yield
@@ -91,8 +111,9 @@ class StepClock:
 class Engine:
     """Both roles of the embedded engine, joined as the service joins them."""
 
-    def __init__(self, prefill: EmbeddedPrefill, decode: EmbeddedDecode) -> None:
+    def __init__(self, prefill: EmbeddedPrefill, decode: EmbeddedDecode, clock: StepClock) -> None:
         self._prefill, self._decode = prefill, decode
+        self._clock = clock
         self._version = 0
 
     async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -114,19 +135,23 @@ class Engine:
             return span
 
         ids, logprobs = [*read.first.ids], [*read.first.logprobs]
-        began_s = time.process_time()
+        began_s = self._clock.process_s()
         async for piece in self._decode.decode(prompt, read.first, fetch, stream=False):
             ids += piece.tokens.ids
             logprobs += piece.tokens.logprobs
-        return Answer(ids=ids, logprobs=logprobs, decode_cpu_s=time.process_time() - began_s)
+        took_s = self._clock.process_s() - began_s
+        return Answer(ids=ids, logprobs=logprobs, decode_s=took_s)
 
 
 @asynccontextmanager
-async def engine(path: Path, *, drafts: int, adaptive: bool) -> AsyncIterator[Engine]:
-    """An engine without weights."""
+async def engine(
+    path: Path, *, drafts: int, adaptive: bool, clock: StepClock, dtype: str = "float32"
+) -> AsyncIterator[Engine]:
+    """An engine without weights, on the clock's device."""
     options = EngineOptions(
         model_path=str(path),
-        dtype="float32",
+        dtype=dtype,
+        device=str(clock.device),
         request_timeout_s=3600.0,
         draft_tokens=drafts,
         adaptive_drafts=adaptive,
@@ -134,18 +159,57 @@ async def engine(path: Path, *, drafts: int, adaptive: bool) -> AsyncIterator[En
     systems = ActorSystem("prefill"), ActorSystem("decode")
     try:
         prefill = await EmbeddedPrefill.start(systems[0], options)
-        yield Engine(prefill, await EmbeddedDecode.start(systems[1], options))
+        yield Engine(prefill, await EmbeddedDecode.start(systems[1], options), clock)
     finally:
         for system in systems:
             await system.stop()
 
 
+class WorkedDomain:
+    """Tasks of a domain with numbers as results. Without examples of bare answers a model shows its
+    work, so answers are long; the last number of one is its result."""
+
+    def __init__(self, domain: GymDomain) -> None:
+        self._domain = domain
+
+    def generate(self, rng: Random) -> dict[str, Any]:
+        """Returns a payload; see `GymDomain`."""
+        return self._domain.generate(rng)
+
+    def episode(self, payload: Mapping[str, Any]) -> WorkedEpisode:
+        """Returns an attempt."""
+        return WorkedEpisode(payload["question"], payload["answer"])
+
+
+class WorkedEpisode(PlainEpisode):
+    """One question, and its result."""
+
+    def __init__(self, question: str, answer: str) -> None:
+        self._question, self._answer = question, answer
+
+    @property
+    def messages(self) -> list[Message]:
+        """The question."""
+        text = f"{self._question}\nExplain each step. End with the result."
+        return [{"role": "user", "content": text}]
+
+    def score(self, transcript: Transcript) -> list[Reward]:
+        """Returns outcome 1 if the last number is the result."""
+        numbers = re.findall(r"-?\d+", transcript.answer)
+        right = numbers[-1:] == [self._answer]
+        return [Reward(name="last_number", kind="outcome", value=float(right))]
+
+
 class Policy:
     """The model, its learner, its tasks and its sets of heads."""
 
-    def __init__(self, path: Path, *, learning_rate: float, head_rate: float, tokens: int) -> None:
+    def __init__(
+        self, path: Path, *, learning_rate: float, head_rate: float, tokens: int,
+        device: torch.device, worked: bool,
+    ) -> None:  # fmt: skip
+        """`worked`: answers to the tasks show the work, unless the model is tiny."""
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
         optimizer = OptimizerConfig(learning_rate=learning_rate)
         self.learner = Learner(TreePolicy(model.eval()), LearnerConfig(optimizer=optimizer))
         self.sampling = Sampling(
@@ -159,9 +223,11 @@ class Policy:
         self._optimizer = optimizer
         self._head_rate = head_rate
         # Words of the tiny model's tasks are in its tokenizer; other models get harder ones.
-        self._domains = (
-            [ReasoningDomain()] if self.learner.policy.vocabulary < 4096 else GYM_DOMAINS
-        )
+        self._domains: list[Any] = [*GYM_DOMAINS]
+        if self.learner.policy.vocabulary < 4096:
+            self._domains = [ReasoningDomain()]
+        elif worked:
+            self._domains = [WorkedDomain(one) for one in GYM_DOMAINS]
         self._rng = Random(0)
 
     def new_heads(self, loss: MtpLoss) -> MtpTraining:
@@ -177,7 +243,7 @@ class Policy:
         return [self._task(rng) for _ in range(number)]
 
     def _task(self, rng: Random) -> Task:
-        domain: Any = rng.choice(self._domains)
+        domain = rng.choice(self._domains)
         episode = domain.episode(domain.generate(rng))
         rendered = self.tokenizer.apply_chat_template(
             episode.messages, tokenize=False, add_generation_prompt=True

@@ -25,22 +25,14 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -58,6 +50,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from forge.core.prefix_tree import Sample, Span
+from tests.support.rl.further_models import further_model
 
 VOCABULARY = 13
 CAP = 1.5
@@ -146,8 +139,8 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False, kv_heads:
                     first_k_dense_replace=1,
                 )
             )
-        case "glm4_moe_lite" | "llama4" | "phi3" | "mamba":
-            model = _further_model(family, shape)
+        case "glm4_moe_lite" | "llama4" | "mamba" | "minimax" | "phi3":
+            model = further_model(family, shape, EXPERTS, heads=heads, window=WINDOW)
         case "falcon_h1":  # attention beside Mamba 2 in each layer
             falcon = FalconH1Config(
                 **shape,
@@ -182,26 +175,6 @@ def tiny_model(family: str, dtype: torch.dtype, *, wide: bool = False, kv_heads:
         if name.endswith("inv_freq"):  # some releases of transformers multiply it by fp32 positions
             buffer.data = buffer.to(torch.float32)
     return model
-
-
-def _further_model(family: str, shape: dict[str, Any]) -> Any:
-    """A state instead of attention, attention within chunks, which no tree has, or a plan of tensor
-    parallelism with styles of its own: for joined products, and for latent keys."""
-    if family == "mamba":
-        sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
-        return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, **sizes))
-    if family == "llama4":
-        chunks = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention"] * 2}
-        sizes = {"intermediate_size_mlp": 24, "num_local_experts": 4, "head_dim": 4}
-        return Llama4ForCausalLM(Llama4TextConfig(**shape, **chunks, **sizes))
-    if family == "phi3":
-        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-        return Phi3ForCausalLM(Phi3Config(**shape, **ids))
-    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 6, "num_key_value_heads": 4}
-    parts = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "n_routed_experts": 4}
-    return Glm4MoeLiteForCausalLM(
-        Glm4MoeLiteConfig(**{**shape, **EXPERTS, **latent, **parts}, pad_token_id=None)
-    )
 
 
 @contextmanager
