@@ -51,6 +51,7 @@ def gpus_taken(host: Host, one: Instance) -> int:
 def _ranks(inventory: Inventory) -> Iterator[str]:
     """The ranks of a trainer are alike on all of its hosts."""
     hosts = inventory.rank_hosts
+    yield from _elastic(inventory)
     if not hosts:
         return
     first, *others = hosts
@@ -84,6 +85,25 @@ def _ranks(inventory: Inventory) -> Iterator[str]:
             yield (
                 f"{prefix}settings.trainer.ranks is not allowed with trainer-rank: it follows from "
                 "the hosts; remove it"
+            )
+
+
+def _elastic(inventory: Inventory) -> Iterator[str]:
+    """A number of hosts that may change."""
+    fewest, hosts = inventory.min_trainer_hosts, inventory.rank_hosts
+    if fewest > len(hosts):
+        yield (
+            f"min_trainer_hosts = {fewest} is not allowed: {len(hosts)} of the hosts "
+            "have services.trainer-rank"
+        )
+    elif inventory.is_elastic:
+        # torchrun gives rank 0 to this one, and the first one has its unit and the meeting point.
+        low = min(hosts, key=lambda one: one.address)
+        if low != hosts[0]:
+            yield (
+                f"hosts.{hosts[0].name} must not be the first host with trainer-rank: with "
+                f"min_trainer_hosts rank 0 is on the host whose address is the first as a text; "
+                f"put hosts.{low.name} ({low.address}) before it"
             )
 
 

@@ -81,6 +81,8 @@ class Inventory:
     certificate_days: int
     hosts: tuple[Host, ...]
     settings: Table
+    min_trainer_hosts: int = 0
+    """Fewest hosts with `trainer-rank` on which the trainer continues; 0: all of them."""
     backup: Backup | None = None
     """None: no shard has a timer."""
 
@@ -103,6 +105,11 @@ class Inventory:
     def rank_hosts(self) -> list[Host]:
         """The hosts with ranks of the trainer; the first has rank 0."""
         return [host for host in self.hosts if host.ranks]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the trainer continues without some of its hosts."""
+        return 0 < self.min_trainer_hosts < len(self.rank_hosts)
 
     @property
     def runner_hosts(self) -> list[str]:

@@ -31,6 +31,7 @@ _KEYS = (
     "cluster",
     "model",
     "checkpoints",
+    "min_trainer_hosts",
     "certificate_days",
     "backup",
     "hosts",
@@ -50,6 +51,7 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
 _DURATION = re.compile(r"[0-9]+(\.[0-9]+)?[smhd]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_DAYS = 3650
+MOST_HOSTS = 4096
 MOST_RANKS = 64
 """On one host."""
 
@@ -86,6 +88,7 @@ def _inventory(reader: TableReader, table: Table, release: str) -> Inventory:
         release=release,
         model=reader.text("", table, "model", "/var/lib/forge/models/policy"),
         checkpoints=reader.text("", table, "checkpoints", ""),
+        min_trainer_hosts=reader.number("", table, "min_trainer_hosts", 0, (0, MOST_HOSTS)),
         certificate_days=reader.number("", table, "certificate_days", 365, (1, _MOST_DAYS)),
         hosts=_with_backups(found) if backup else found,
         settings=settings,

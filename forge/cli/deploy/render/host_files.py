@@ -13,7 +13,16 @@ from typing import Any
 
 from forge.cli.deploy.inventory.contradictions import gpus_taken
 from forge.cli.deploy.inventory.inventory import Host, Inventory, bracketed
-from forge.cli.deploy.inventory.kinds import BACKUP, ETCD, KINDS, SERVICES, Instance, env_name
+from forge.cli.deploy.inventory.kinds import (
+    BACKUP,
+    ETCD,
+    KINDS,
+    MEETING_PORT,
+    RANKS,
+    SERVICES,
+    Instance,
+    env_name,
+)
 from forge.cli.deploy.render.rendered import (
     PLAIN,
     SECRET,
@@ -182,7 +191,7 @@ def _settings(inventory: Inventory, host: Host, service: str, assets: Assets) ->
         # torchrun gives each its device.
         table |= {
             "ranks": ranks,
-            "mesh": {"dp_shard": ranks},
+            "mesh": {"dp_shard": 0 if inventory.is_elastic else ranks},
             "device": "cuda" if host.gpus else "cpu",
         }
     table = _merged(table, inventory.settings.get(service, {}))
@@ -210,6 +219,10 @@ def _variables(
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(next(gpus)) for _ in range(taken))
     if kind.http_port and one.number > 1:
         variables["FORGE_HTTP__PORT"] = str(_http_port(inventory, host, one, assets))
+    if one.kind == RANKS and inventory.is_elastic:
+        # Neither depends on how the host resolves its own name.
+        is_host = int(host == inventory.rank_hosts[0])
+        variables |= {"PET_LOCAL_ADDR": host.address, "PET_RDZV_CONF": f"is_host={is_host}"}
     return {**variables, **own}
 
 
@@ -250,11 +263,16 @@ def _peer_url(host: Host) -> str:
 
 def _rank_env(inventory: Inventory) -> str:
     """Variables of torchrun, equal on all hosts of the trainer."""
-    first = inventory.rank_hosts[0]
+    first, hosts = inventory.rank_hosts[0], str(len(inventory.rank_hosts))
+    meeting = f"PET_MASTER_ADDR={first.address}\n"
+    if inventory.is_elastic:
+        hosts = f"{inventory.min_trainer_hosts}:{hosts}"
+        endpoint = f"{bracketed(first.address)}:{MEETING_PORT}"
+        meeting = f"PET_RDZV_BACKEND=c10d\nPET_RDZV_ENDPOINT={endpoint}\n"
     directory = inventory.checkpoints or "/var/lib/forge/trainer-rank-0"
     return (
-        f"PET_NNODES={len(inventory.rank_hosts)}\nPET_NPROC_PER_NODE={first.ranks}\n"
-        f"PET_MASTER_ADDR={first.address}\nFORGE_CHECKPOINT__DIR={directory}\n"
+        f"PET_NNODES={hosts}\nPET_NPROC_PER_NODE={first.ranks}\n"
+        f"{meeting}FORGE_CHECKPOINT__DIR={directory}\n"
     )
 
 

@@ -71,7 +71,8 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
         + tables.replace("or `both = 1`", "")
     )
     assert set(everything) == {
-        *("cluster", "model", "checkpoints", "certificate_days", "backup", "hosts", "settings")
+        *("cluster", "model", "checkpoints", "min_trainer_hosts", "certificate_days"),
+        *("backup", "hosts", "settings"),
     }
     keys_of_host = {"address", "login", "names", "gpus", "services", "env", "settings"}
     assert set(everything["hosts"]["forge-1"]) == keys_of_host
@@ -187,6 +188,18 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
         (
             HOST + SERVICES + "trainer-rank = 2\n[hosts.alpha.env.trainer-rank-0]\nA = '1'",
             "no key hosts.alpha.env.trainer-rank-0; did you mean trainer-rank?",
+        ),
+        (
+            "min_trainer_hosts = 2\n" + HOST + SERVICES + "trainer-rank = 2",
+            "min_trainer_hosts = 2 is not allowed: 1 of the hosts have services.trainer-rank",
+        ),
+        (
+            "min_trainer_hosts = 1\n"
+            + SHARED.replace("10.0.0.1", "10.0.0.9")
+            + "trainer-rank = 2\n"
+            + RANKS_OF_B.format(ranks=2, gpus=0).replace("10.0.0.2", "10.0.0.10"),
+            "hosts.alpha must not be the first host with trainer-rank: with min_trainer_hosts rank "
+            "0 is on the host whose address is the first as a text; put hosts.b (10.0.0.10) before",
         ),
         (HOST + SERVICES + "[settings.engine]\na = 1", "no key settings.engine; did you mean"),
         (

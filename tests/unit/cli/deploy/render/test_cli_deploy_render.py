@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +16,8 @@ from forge.cli.deploy.render.rendered import Manifest, digest
 from forge.cli.main import app
 from forge.core.errors import InvalidArgument
 from forge.runtime.security.tokens import Keyring
-from tests.support.deploy.inventories import RANKS, TWO_HOSTS, rendered
+from tests.support.deploy.inventories import TWO_HOSTS, rendered
+from tests.support.deploy.rendered_files import file, toml, variables
 
 SECRET_NAMES = ("key", "tls_key.pem", "agents-token")
 
@@ -30,19 +28,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("rendered") / "out"
     rendered(TWO_HOSTS, out)
     return out
-
-
-def file(out: Path, host: str, path: str) -> Path:
-    return out / "hosts" / host / "root" / path.lstrip("/")
-
-
-def toml(out: Path, host: str, service: str) -> dict[str, Any]:
-    return tomllib.loads(file(out, host, f"/etc/forge/{service}.toml").read_text())
-
-
-def variables(out: Path, host: str, path: str) -> dict[str, str]:
-    words = shlex.split(file(out, host, path).read_text(), comments=True)
-    return dict(word.split("=", 1) for word in words)
 
 
 def snapshot(out: Path) -> dict[Path, tuple[bytes, int, int]]:
@@ -186,52 +171,6 @@ def test_rendered_feed_has_an_operators_token_and_the_address(out: Path) -> None
     assert {"/etc/forge/feed-token", "/etc/forge/feed.env", "/etc/forge/feed@math.env"} < {
         *unit.inputs
     }
-
-
-def test_rendered_ranks_are_one_trainer_on_all_of_their_hosts(tmp_path: Path) -> None:
-    """Each host has its number, the first one rank 0, which alone serves; all meet there."""
-    out = tmp_path / "out"
-    rendered(RANKS, out)
-    for host, number, devices in (("beta", "0", "1,2"), ("gamma", "1", "0,1")):
-        assert variables(out, host, "/etc/forge/trainer-rank.env") == {
-            "PET_NNODES": "2",
-            "PET_NPROC_PER_NODE": "2",
-            "PET_MASTER_ADDR": "10.0.0.2",
-            "FORGE_CHECKPOINT__DIR": "/mnt/checkpoints",
-        }
-        own = variables(out, host, f"/etc/forge/trainer-rank@{number}.env")
-        assert own["CUDA_VISIBLE_DEVICES"] == devices
-        table = toml(out, host, "trainer")
-        assert (table["ranks"], table["device"]) == (4, "cuda") and table["mesh"] == {"dp_shard": 4}
-        shared = file(out, host, "/etc/systemd/system/forge-trainer-rank@.service.d/20-shared.conf")
-        assert "\nReadWritePaths=/mnt/checkpoints\n" in shared.read_text()
-        # The drop-ins of TLS read it on each host.
-        assert file(out, host, "/etc/forge/etcd/forge-trainer-rank").exists()
-    assert variables(out, "beta", "/etc/forge/trainer-rank@0.env")["NCCL_SOCKET_IFNAME"] == "eth0"
-    beta, gamma = (rendered_hosts(out)[host].units[-1] for host in ("beta", "gamma"))
-    assert (beta.name, gamma.name) == (
-        "forge-trainer-rank@0.service",
-        "forge-trainer-rank@1.service",
-    )
-    assert beta.instance_id == "trainer-beta-0" and gamma.instance_id == ""
-    assert beta.ports == {"grpc": 7250, "metrics": 9250, "meeting": 29400} and gamma.ports == {}
-    watchdog = "/etc/systemd/system/forge-trainer-rank@0.service.d/15-watchdog.conf"
-    assert watchdog in beta.inputs and file(out, "beta", watchdog).exists()
-    assert not file(out, "gamma", watchdog).exists()
-
-
-def test_rendered_ranks_of_one_host_keep_their_checkpoints_there(tmp_path: Path) -> None:
-    """Without a shared directory; the trainer's own settings accept the mesh."""
-    text = """
-        [hosts.alpha]
-        address = "10.0.0.1"
-        services = { etcd = 1, trainer-rank = 2 }
-    """
-    rendered(text, tmp_path / "out", check_settings=True)
-    found = variables(tmp_path / "out", "alpha", "/etc/forge/trainer-rank.env")
-    assert found["PET_NNODES"] == "1"
-    assert found["FORGE_CHECKPOINT__DIR"] == "/var/lib/forge/trainer-rank-0"
-    assert toml(tmp_path / "out", "alpha", "trainer")["device"] == "cpu"
 
 
 def test_manifest_names_every_file_and_what_units_read(out: Path) -> None:
