@@ -15,7 +15,7 @@ from services.inference.engines.base import Engine, Probe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A tensor before its data."""
+    """Type, shape and size of a tensor whose data has not arrived."""
 
     dtype: str
     """As torch names it, without `torch.`."""
@@ -37,8 +37,8 @@ class Arriving(Protocol):
         """Wait for all tensors. Raises the error of a fetch that fails."""
 
     def keep(self) -> None:
-        """Finish the fetch also if newer weights are announced, from the first change of the
-        engine on. Raises if the fetch has given way to them before."""
+        """From now on finish the fetch even if newer weights are announced: the engine is about
+        to change. Raises if the fetch already gave way to newer weights."""
 
 
 class ArrivingEngine(Engine, Protocol):
@@ -47,4 +47,4 @@ class ArrivingEngine(Engine, Protocol):
     async def load_arriving(
         self, arriving: Arriving, *, version: int, probe: Probe | None = None
     ) -> None:
-        """As `load`: all or nothing, also if the fetch fails in the middle."""
+        """Load a version like `load`. A fetch that fails in the middle changes nothing."""

@@ -37,8 +37,8 @@ def probe_ids(probe: Probe | None, limits: ModelLimits, *, version: int) -> tupl
 def computed_before_a_token(
     probe: Probe | None, limits: ModelLimits, *, version: int
 ) -> tuple[tuple[int, ...], Probe | None]:
-    """Return tokens and probe for an engine that samples a token after each prompt: both without
-    the last token if it would have no room. Raises UnfitWeights as `probe_ids`."""
+    """Return tokens and probe for an engine that samples a token after each prompt. Both lose the
+    last token if the context has no room for a sampled one. Raises UnfitWeights as `probe_ids`."""
     ids = probe_ids(probe, limits, version=version)[: limits.context_tokens - 1]
     if probe is not None:
         probe = replace(probe, ids=ids, logprobs=probe.logprobs[: len(ids) - 1])

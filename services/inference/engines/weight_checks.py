@@ -1,5 +1,4 @@
-"""The tensors of a model by name, and whether published ones are those, before an engine touches
-what it serves."""
+"""Compares published tensors with the model's own, by name, before an engine changes weights."""
 
 from __future__ import annotations
 

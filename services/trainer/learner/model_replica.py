@@ -376,8 +376,8 @@ class ModelReplica:
 
     @torch.no_grad()
     def probe(self) -> WeightProbe:
-        """See `make_probe`. If the world shards the weights, all ranks compute it together, and not
-        for their published values, which it would have to gather unrounded."""
+        """See `make_probe`. If the world shards the weights, all ranks compute it together. They
+        skip the published values, for which a rank would have to gather unrounded weights."""
         policy = self._learner.policy
         alone = self._world.shape.ranks == 1 and not isinstance(self._trainee, LoraTrainee)
         exact = alone and self._probes % EXACT_EVERY == 0

@@ -1,4 +1,4 @@
-"""The probe of a publication: what its weights compute on a few tokens.
+"""The probe of a publication: the log-probs that its weights compute for a few tokens.
 
 Engines compare their own log-probs with it before they serve the weights.
 """
@@ -23,15 +23,14 @@ from forge.runtime.weights import WeightProbe
 
 PROBE_TOKENS = 16
 EXACT_EVERY = 16
-"""One publication in so many is also computed under its published values, the first of a process
-included. This takes longer than the rest of a publication, and every publication shows the same
-faults."""
+"""Interval of probes with published values, in publications; the first of a process has one. Such a
+probe takes longer than the rest of a publication, and one finds the same faults as all."""
 
 
 @torch.no_grad()
 def make_probe(policy: TreePolicy, *, published: torch.dtype | None) -> WeightProbe:
-    """Compute a few tokens under the present weights, by the model's own forward in float32; if
-    `published` has 16 bits also under their published values. None: not under those."""
+    """Compute the log-probs of a few tokens with the present weights, by the model's own forward in
+    float32. If `published` has 16 bits, compute them with the published values, too."""
     config = policy.model.config.get_text_config(decoder=True)
     count = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
     ids = Random(PROBE_TOKENS).choices(range(min(policy.vocabulary, config.vocab_size)), k=count)
@@ -49,7 +48,7 @@ def _logprobs(policy: TreePolicy, sample: Sample) -> list[float]:
 
 @contextmanager
 def _rounded_buffers(model: Any, published: torch.dtype) -> Iterator[None]:
-    """Context in which the buffers among the weights have their published values, too."""
+    """Context in which the model's buffers have their published values."""
     state = model.state_dict(keep_vars=True).values()
     buffers = [one for one in state if not isinstance(one, torch.nn.Parameter)]
     kept = [one.data for one in buffers]
@@ -64,8 +63,8 @@ def _rounded_buffers(model: Any, published: torch.dtype) -> Iterator[None]:
 
 
 def _published(policy: TreePolicy, sample: Sample, published: torch.dtype) -> list[float]:
-    """Log-probs under the published values; empty where they are the present ones, and without
-    memory for them beside the present ones."""
+    """Log-probs with the published values. Empty if the present values are the published ones, or
+    if there is no memory for both."""
     wide = all(one.dtype == torch.float32 for one in policy.model.parameters())
     if not is_narrow(published) or not wide:
         return []

@@ -1,7 +1,7 @@
-"""Work that runs out of memory: passes are repeated in smaller parts, caching is left out.
+"""Shortages of memory: a pass is repeated in smaller parts, and caching is skipped.
 
-Owns the size of passes after a shortage. The actors plan the parts, and undo what a failed pass has
-changed.
+Owns the size of passes after a shortage. The actors plan the parts, and undo the changes of a
+failed pass.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def attempt(work: Callable[[], Result], device: torch.device) -> Attempt[Result]
 
 
 def keep_if_room(work: str, keep: Callable[[], None], device: torch.device) -> bool:
-    """Run `keep`, which only saves later work; False: it is left out for want of memory. `work`:
-    prefill or decode."""
+    """Run `keep`, which only saves later work. Return False if memory was short: nothing is kept.
+    `work`: prefill or decode."""
     shortage = attempt(keep, device).shortage
     if shortage:
         MEMORY_SHORTAGES.labels(work, "uncached").inc()

@@ -1,7 +1,7 @@
-"""Whether vLLM still works on its requests: a token, or an answer of its scheduler, within a time.
+"""Detects a hang of vLLM: requests run, but no token and no answer of its scheduler comes in time.
 
-Owns the rule, not what a hang costs (`engine`). Counts parts of the limit and reads no clock: a
-worker that was suspended itself, with its host, gives vLLM the rest of the time.
+Owns the rule; `process_watch` owns the consequence. Counts parts of the limit and reads no clock: a
+suspension of the worker's own host counts as one part at most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Progress:
 
     @property
     def expected(self) -> bool:
-        """Whether requests run, and nothing else has a limit for the silence."""
+        """True if requests run, and no work with a limit of its own stops them."""
         return self._requests > 0 and not self._pauses
 
     def note(self) -> None:
@@ -67,8 +67,8 @@ async def hung(
 ) -> None:
     """Return when signs of life were expected for `limit_s` and none came.
 
-    `ask`: returns as soon as the engine is between two steps, which is a sign. It is called in
-    silence alone. A step longer than the limit is a hang. An error is no sign.
+    `ask` returns as soon as the engine is between two steps; this is a sign, an error is none. It
+    is called only during silence. A step longer than the limit is a hang.
     """
     silent, asked = 0, None
     try:

@@ -1,6 +1,6 @@
-"""Ends the worker when vLLM's process has ended, or hangs: its supervisor then starts both.
+"""Ends the worker when a process of vLLM ends or hangs; the worker's supervisor then starts both.
 
-Owns what a lost vLLM costs. Not here: the rule for a hang (`hang_watch`), the processes.
+Not here: the rule for a hang (`hang_watch`), the processes (`processes`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Watched(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether one has ended."""
+        """True if one of the processes has ended."""
 
     async def ask(self) -> object:
         """Return as soon as the scheduler is between two steps."""
 
     def kill(self) -> None:
-        """End them now, also stopped ones."""
+        """Kill all processes, also suspended ones."""
 
     def why_ended(self) -> str:
-        """Return that they ended, and why."""
+        """Return a text about the end of the processes and its cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ProcessWatch:
         await cancel_and_wait(*self._tasks)
 
     async def _await_end(self) -> None:
-        # vLLM says it to requests alone; an idle worker must end, too.
+        # vLLM reports its end only to requests; an idle worker must end, too.
         while not self._processes.ended:  # noqa: ASYNC110
             await asyncio.sleep(_WATCH_S)
         self.end(self._processes.why_ended())

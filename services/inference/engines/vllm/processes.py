@@ -90,7 +90,7 @@ class Processes:
 
     @property
     def ended(self) -> bool:
-        """Whether one has ended."""
+        """True if one of the processes has ended."""
         return bool(self.llm.errored)
 
     async def ask(self) -> object:
@@ -98,7 +98,7 @@ class Processes:
         return await self.llm.is_sleeping()
 
     def kill(self) -> None:
-        """End them now, also stopped ones."""
+        """Kill all processes, also suspended ones."""
         for process in self._processes:
             process.kill()
 

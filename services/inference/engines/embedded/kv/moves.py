@@ -8,8 +8,8 @@ from services.inference.engines.embedded.memory_shortage import attempt
 
 
 def move_down(kv_HTD: torch.Tensor, *, source: int, target: int, tokens: int) -> None:
-    """Copy the tokens from `source` on to `target`, which is lower: [..., tokens, head_size]. Takes
-    no memory if there is none."""
+    """Move tokens [..., tokens, head_size] from the index `source` down to the index `target`.
+    Without memory for a copy, it moves smaller parts in place."""
     distance = source - target
     if distance < tokens:
         copied = attempt(kv_HTD[..., source : source + tokens, :].clone, kv_HTD.device).result

@@ -27,8 +27,8 @@ def read_config(model_path: str) -> Any:
 
 
 def built(config: Any, kind: torch.dtype) -> Any:
-    """A model with undefined weights of this type. Its buffers are at least float32: a model built
-    in 16 bits has rounded them."""
+    """Return a model with undefined weights of this type. Its buffers keep float32 or more, which a
+    model built in 16 bits would round."""
     narrow = numerics.is_narrow(kind)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(

@@ -1,8 +1,8 @@
-"""Whether new weights compute what the trainer computed with them, before they are served.
+"""Checks new weights before they are served: they must compute the trainer's log-probs.
 
-The probe of a publication has a few tokens and their log-probs. Weights that compute other ones
-(bytes of another type, another model, a defect of an engine) or no numbers are not served. A second
-pass, in float32, compares weights in 16 bits with the trainer's forward on their rounded values.
+The probe of a publication has a few tokens and their log-probs. Weights are refused if they compute
+other log-probs (bytes of another type, another model, a defect of an engine), NaN or infinity. A
+second pass, in float32, compares weights in 16 bits with the trainer's forward on the same values.
 
 Shape suffixes as in kv/attention.py; V vocabulary.
 """
@@ -37,9 +37,9 @@ _WIDE_TOLERANCE = 2e-4
 
 
 def adopt(policy: Policy, staged: StagedWeights, probe: Probe | None) -> None:
-    """Serve `staged`, if it computes what `probe` has. Raises UnfitWeights for other log-probs,
-    BrokenWeights for NaN or infinity, ResourceExhausted without memory for the pass; the weights
-    served before then stay."""
+    """Serve `staged` if it computes the log-probs of `probe`. After an error the weights served
+    before stay. Raises UnfitWeights for other log-probs, BrokenWeights for NaN or infinity,
+    ResourceExhausted without memory for the pass."""
     swapped = attempt(partial(policy.swap, staged), policy.device)
     before = swapped.result
     if before is None:
@@ -79,8 +79,8 @@ def _check(policy: Policy, probe: Probe | None, staged: StagedWeights) -> None:
 
 
 def _check_in_float32(policy: Policy, probe: Probe) -> None:
-    """Compare with the trainer's forward on the same values, without any rounding: so faults show
-    that are as small as rounding. A model that cannot compute so is served without."""
+    """Compare with the trainer's forward on the same values, both without rounding: this finds
+    faults as small as the rounding of 16 bits. A model that cannot run in float32 skips it."""
     try:
         tried = attempt(partial(_wide_logprobs, policy, probe.ids), policy.device)
         reason = tried.shortage

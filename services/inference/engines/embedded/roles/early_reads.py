@@ -105,7 +105,7 @@ class EarlyReads:
             read.end()
 
     async def find(self, request_id: str) -> EarlyRead:
-        """Return a prompt that is computed; wait for its prefill. Raises NotFound without one, at
+        """Wait for the prefill of a prompt; return its progress. Raises NotFound if none comes, at
         once if it has ended."""
         if request_id in self._ended:
             raise NotFound(f"the prefill of request {request_id} has ended")

@@ -1,7 +1,7 @@
-"""A version that is loaded during its fetch: checked tensors, for the thread that writes buckets.
+"""Loads a version during its fetch: passes checked tensors to the thread that writes buckets.
 
-Owns when the load begins: once the rest is expected in the time that a load takes. So requests do
-not wait for the network, and few fetches can fail after a rank has changed.
+Owns the start of the load: the rest must be expected within the time of a load. So requests do not
+wait for the network, and few fetches can fail after a rank has changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.inference.engines.tensorrt_llm.weights.checkpoint import (
 
 
 class ArrivingWeights:
-    """A `Loadable`, by the names of the checkpoint."""
+    """A `Loadable` whose tensors arrive; their names are those of the checkpoint."""
 
     def __init__(self, forms: Mapping[str, Form]) -> None:
         self._forms = forms
@@ -63,7 +63,7 @@ class ArrivingWeights:
             self._changed.notify_all()
 
     def end(self, error: BaseException) -> None:
-        """No further tensor comes. The first error stays."""
+        """Raise `error` in the thread that waits for a tensor; the first error stays."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -83,10 +83,10 @@ async def taken(
     load_s: float,
     least_bytes: int,
 ) -> AsyncIterator[ArrivingWeights]:
-    """Check the tensors as they arrive; yield once the load may begin. `load_s`: time of a load.
-    `least_bytes`: not before so many are here.
+    """Check the tensors as they arrive; yield once the load may begin. `load_s`: time of a load;
+    `least_bytes`: bytes that must have arrived before.
 
-    Raises the error of a fetch that fails before, `UnfitWeights`, `BrokenWeights`.
+    Raises `UnfitWeights`, `BrokenWeights`, and the error of a fetch that fails before the load.
     """
     weights = ArrivingWeights(forms)
     ready = asyncio.Event()
@@ -117,7 +117,7 @@ async def taken(
 
 
 class _Start:
-    """When the load may begin."""
+    """Decides when the load may begin."""
 
     def __init__(self, sizes: Sequence[int], *, load_s: float, least_bytes: int) -> None:
         self._total_bytes = sum(sizes)
@@ -128,8 +128,8 @@ class _Start:
         self._first_bytes = 0
 
     def passed(self, size_bytes: int, *, now_s: float) -> bool:
-        """Count a tensor; return whether the rest is expected within a load, by the rate since the
-        first tensor, and half of all is here."""
+        """Count a tensor. Return True if half of the bytes are here, and the rest should arrive
+        within the time of a load, at the rate since the first tensor."""
         self._taken_bytes += size_bytes
         if self._began_s is None:
             self._began_s, self._first_bytes = now_s, self._taken_bytes

@@ -85,7 +85,7 @@ class Fitting:
         return self
 
     def give_up(self) -> None:
-        """All tensors are here."""
+        """Do nothing: all tensors are here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +125,8 @@ class Checkpoint:
         return fitting
 
     def fit_forms(self, forms: Mapping[str, Form], *, version: int) -> list[str] | None:
-        """Return the names to load of a version whose data is on its way, in their order. None if
-        the names alone do not tell: `fit` then needs the data.
+        """Return the names to load of a version whose data has not arrived, in their order. None
+        for a quantized checkpoint or other names: `fit` then converts the data.
 
         Raises `UnfitWeights` for other names, types or shapes.
         """

@@ -31,9 +31,10 @@ class Caller(Protocol):
 async def check_probe(
     llm: Caller, probe: Probe | None, *, limits: ModelLimits, rounded: bool
 ) -> None:
-    """Raises `UnfitWeights` for other log-probs than those of `probe`, `BrokenWeights` for no
-    numbers, by the rule of all engines. A version that returns none is not checked, which the log
-    says. `rounded`: published or served in 16 bits."""
+    """Compare the version's log-probs with `probe` by the rule of all engines. Raises
+    `UnfitWeights` for other log-probs, `BrokenWeights` for NaN or infinity. A library without
+    log-probs of prompts logs a warning in place of the check. `rounded`: published or served in
+    16 bits."""
     version = llm.version
     ids, probe = probes.computed_before_a_token(probe, limits, version=version)
     found = await _logprobs(llm, ids) if Feature.PROBE in llm.library.features else None

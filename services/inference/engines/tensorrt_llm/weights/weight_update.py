@@ -36,14 +36,13 @@ class Loadable(Protocol):
         """Whether a tensor was published in 16 bits."""
 
     def loaded(self) -> Iterator[NamedTensor]:
-        """Yield the tensors as the checkpoint has them; may wait for each, so use it on a
-        thread."""
+        """Yield the tensors with the checkpoint's names. May block for each: use it on a thread."""
 
     def fitting(self) -> Fitting:
-        """Return the version to load again, once it is loaded."""
+        """After the load, return the version for a later reload."""
 
     def give_up(self) -> None:
-        """Nothing waits for the tensors any more."""
+        """End every wait for tensors with an error."""
 
 
 class WeightUpdate:
