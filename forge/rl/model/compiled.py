@@ -2,9 +2,9 @@
 
 Owns which layers are compiled and when. Attention over the tree stays outside of their graphs, so
 one compilation serves all layers of a type and every tree: two graphs, with and without gradients.
-A graph depends on the offset of a view in its inputs, so a policy copies the positions. Passes
-without a tree and those in the type of the parameters, as of the check before training, stay as
-they are.
+A graph depends on the offset of a view in its inputs, so a policy copies the positions. Two kinds
+of passes are not compiled: those without a tree, and those in the parameters' type, such as the
+check before training.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def _forward(layer: nn.Module, other: Callable[..., Any], *given: Any, **named: 
 
 @cache
 def _own_forward(kind: Any) -> Any:
-    """The forward of a type of layer, without transformers' activation checkpointing: that is one
-    code object for all types, and twice in those of FSDP, so its graphs would meet torch's limit.
+    """Return the forward of a type of layer, without transformers' activation checkpointing. That
+    wrapper is one code object for all types, and FSDP's types have it twice: torch counts all their
+    graphs together, up to its limit.
     """
     forward: Any = kind.forward
     while forward.__code__.co_name == _CHECKPOINTING:

@@ -21,7 +21,7 @@ class StateCache:
     """
 
     def __init__(self, before: State, *, record_past: bool) -> None:
-        """`record_past`: a single token takes the path of several."""
+        """`record_past`: the layer computes a single token like several."""
         self._before = before
         self.record_past = record_past
         self.conv_states = {key[1]: one for key, one in before.items() if key[0] == "conv"}

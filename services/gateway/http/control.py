@@ -25,8 +25,8 @@ class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CloseRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of the request. An unknown field is an error: a seal without the rewards that its
-    writer meant could not be mended."""
+    """The body of the request. An unknown field is an error: after a misspelt one, rewards would be
+    missing in a sealed trajectory for good."""
 
     rewards: list[RewardBody] = []
     abandon_reason: str = ""

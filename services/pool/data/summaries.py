@@ -85,8 +85,8 @@ def summarize(
 def summary_of(
     records: Records, name: TrajectoryName, header: TrajectoryHeader
 ) -> common_pb2.TrajectorySummary:
-    """The summary with the turns that `header` counts; in one that would not fit a message, the
-    outcome is the only reward."""
+    """Returns the summary with the turns that `header` counts. A summary that would not fit a
+    message has the outcome as its only reward."""
     summary = common_pb2.TrajectorySummary(
         trajectory_id=name.trajectory_id,
         task_id=name.task_id,
@@ -108,8 +108,8 @@ def summary_of(
 
 
 def shorten(summary: common_pb2.TrajectorySummary) -> None:
-    """Removes the rewards that are no outcome, and the end of a long reason, which earlier versions
-    stored whole."""
+    """Removes all rewards but outcomes, and cuts a long reason, which earlier versions stored
+    whole."""
     outcomes = [one for one in summary.rewards if one.kind == common_pb2.REWARD_KIND_OUTCOME]
     del summary.rewards[:]
     summary.rewards.extend(outcomes)

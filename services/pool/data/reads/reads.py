@@ -31,8 +31,7 @@ from services.pool.storage.records import Payload, Records, is_intact_entry, tur
 from services.pool.storage.tables import Table
 
 MOST_GROUP_BYTES = 2 << 20
-"""Largest group of a scan with all that is stored of its trajectories: a page of other groups comes
-before it in the same message."""
+"""A larger group is shortened in a scan: a message also has a page of other groups before it."""
 _LENGTH_DELIMITED = 2
 
 
@@ -292,8 +291,8 @@ def _scanned(
 
 
 def _shorten(response: pool_pb2.ScanGroupsResponse) -> None:
-    """Keeps what a leader needs of a group that would not fit a message: outcomes, and of the
-    attempts that the infrastructure ended the newest of each rollout."""
+    """Shortens a group that would not fit a message; keeps the facts that a leader needs: outcomes,
+    and for each rollout the newest of the attempts that the infrastructure ended."""
     for summary in response.trajectories:
         shorten(summary)
     if response.ByteSize() <= MOST_GROUP_BYTES:
