@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.config import OptimizerConfig
 from forge.rl.out_of_memory import memory_shortage
-from forge.rl.parallel.placing import placed
 from forge.rl.parallel.sharding import as_sharded
+from forge.rl.parallel.state_memory import placed
 
 
 class Optimizers:

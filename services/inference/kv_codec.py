@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import DataLoss, FailedPrecondition
 from forge.core.named_tensor import NamedTensor
-from forge.core.placement.chains import HASH_BYTES
+from forge.core.placement.chain_hashes import HASH_BYTES
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import Joiner, split
 from forge.v1.common_pb2 import Tensor

@@ -15,9 +15,9 @@ from services.pool.actors.writer import Writer, WriterRef
 from services.pool.config import PoolConfig, RetentionSettings
 from services.pool.erasure import Erasure, FileOf
 from services.pool.erasure_ledger import ErasureLedger, MissedErasures
+from services.pool.group_mover import GroupMover
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger
-from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef, ReaderThreads
 from services.pool.replication.election import serve_alone
 from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica

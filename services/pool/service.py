@@ -24,9 +24,9 @@ from services.pool.data.reads.query import query
 from services.pool.data.reads.stats import Tally
 from services.pool.data.reads.text_search import search
 from services.pool.erasure import Erasure, purged
+from services.pool.group_mover import GroupMover
 from services.pool.maintenance.compaction import Compactor
 from services.pool.maintenance.purge import Purger
-from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef
 from services.pool.replication.replica import Replica
 from services.pool.retention import Retention

@@ -35,7 +35,7 @@ from services.pool.data.commands import (
     SetGroupStates,
     StageRecords,
 )
-from services.pool.data.moving import discard_copy, import_group, mark_moved, stage_records
+from services.pool.data.group_transfer import discard_copy, import_group, mark_moved, stage_records
 from services.pool.data.reads import reads
 from services.pool.data.reads.group_scan import (
     PAGE_BYTES,

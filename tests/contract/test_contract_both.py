@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import ResourceExhausted
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.base import CacheChange
 from tests.contract import engines

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from forge.core.token_columns import int32_bytes
 from tests.contract import engines
 from tests.contract.engines import BLOCK_TOKENS, Pair, prompt_ids, published, reference

@@ -16,7 +16,7 @@ from forge.core.errors import ResourceExhausted
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig, RoutingReplayConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
-from forge.rl.parallel.placing import placed
+from forge.rl.parallel.state_memory import placed
 from services.trainer.actors.learner import DescribeRoutes, LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.files import mapped
 from services.trainer.checkpoint.history import History

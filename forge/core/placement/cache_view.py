@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from forge.core.placement.prefix_cache import PrefixCache
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from forge.core.placement.chains import ROOT, chain_hash
+from forge.core.placement.chain_hashes import ROOT, chain_hash
 from forge.core.token_columns import TOKEN_BYTES
 
 

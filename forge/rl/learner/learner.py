@@ -35,8 +35,8 @@ from forge.rl.model.replay import ReplayStats, summed_stats
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.mtp.training import MtpStats, MtpTraining, mean_stats
 from forge.rl.optimizers import Optimizers
-from forge.rl.parallel.placing import placed
 from forge.rl.parallel.sharding import clip_gradients
+from forge.rl.parallel.state_memory import placed
 from forge.rl.random_state import random_state, set_random_state
 
 

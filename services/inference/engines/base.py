@@ -244,7 +244,7 @@ class BrokenWeights(ForgeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChange:
-    """A change of a prefix cache; blocks by their chain hashes (`forge.core.placement.chains`)."""
+    """A change of a prefix cache. Blocks have names of `forge.core.placement.chain_hashes`."""
 
     removed: Sequence[bytes] = ()
     """Happened before those that are stored."""

@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Any
 
 from forge.core.errors import ForgeError, Unavailable
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
 from forge.runtime.concurrency.tasks import cancel_and_wait

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from services.inference.engines.base import CacheChange
 from services.inference.router.fleet.needs import NO_NEEDS, Needs
 from services.inference.router.fleet.workers import Worker

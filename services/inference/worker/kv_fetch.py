@@ -33,7 +33,7 @@ from services.inference.engines.base import (
 from services.inference.engines.capabilities import EARLY_HAND_OFF
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.worker import shared_memory
-from services.inference.worker.landing import Landing, LandingRoom
+from services.inference.worker.landing_memory import Landing, LandingRoom
 from services.inference.worker.metrics import HAND_OFFS
 
 

@@ -139,7 +139,7 @@ class MarkMoved:
     """Answered by the tasks whose groups are moved to the target."""
 
     digests: dict[str, bytes]
-    """`moving.group_digest` of each task, as exported."""
+    """`group_digest` of each task, as exported."""
     target: str
     fence: int
     now_unix_s: float

@@ -5,8 +5,8 @@ from __future__ import annotations
 from forge.runtime.actors.actor_system import ActorRef
 from services.pool.actors.writer import WriterRef
 from services.pool.erasure import Erasure
+from services.pool.group_mover import GroupMover
 from services.pool.maintenance.compaction import Compactor
-from services.pool.moves import GroupMover
 from services.pool.readers import ReaderRef, ReaderThreads
 from services.pool.retention import Retention
 from services.pool.service import PoolServicer, WriteLimits

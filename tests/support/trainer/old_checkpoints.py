@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from forge.rl.parallel.placing import placed
+from forge.rl.parallel.state_memory import placed
 from services.trainer.checkpoint.reading import fill_learner, master_weights, read_learner
 
 

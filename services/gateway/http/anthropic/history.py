@@ -26,15 +26,15 @@ from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from services.gateway.http.anthropic.schema import CountTokensRequest
-from services.gateway.http.message_parts.heard import (
+from services.gateway.http.message_parts.images import REFUSED, GivenImage, ImagePolicy
+from services.gateway.http.message_parts.message_array import ArrayReader, with_first
+from services.gateway.http.message_parts.prefill import split_prefill
+from services.gateway.http.message_parts.user_content import (
     Heard,
     heard_image,
     heard_message,
     user_messages,
 )
-from services.gateway.http.message_parts.images import REFUSED, GivenImage, ImagePolicy
-from services.gateway.http.message_parts.message_array import ArrayReader, with_first
-from services.gateway.http.message_parts.prefill import split_prefill
 
 _USER = re.compile(rb'"role"\s*:\s*"user"')
 

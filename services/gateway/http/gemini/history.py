@@ -23,10 +23,10 @@ from forge.core.conversation.messages import Message, ToolCall
 from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from services.gateway.http.gemini.schema import GenerateContentRequest, shown
-from services.gateway.http.message_parts.heard import Heard, heard_image, user_messages
 from services.gateway.http.message_parts.images import GivenImage, ImagePolicy
 from services.gateway.http.message_parts.message_array import ArrayReader, with_first
 from services.gateway.http.message_parts.prefill import split_prefill
+from services.gateway.http.message_parts.user_content import Heard, heard_image, user_messages
 
 _RESULTS = frozenset({"result", "output"})
 _USER = re.compile(rb'"role"\s*:\s*"user"')

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from forge.core.placement.chains import ROOT, PromptChains, chain_hash
+from forge.core.placement.chain_hashes import ROOT, PromptChains, chain_hash
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.cache_reports.cache_log import CacheLog
 

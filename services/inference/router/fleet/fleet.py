@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from forge.core.errors import Unavailable
-from forge.core.placement.chains import PromptChains
-from forge.core.placement.homes import Homes
+from forge.core.placement.chain_hashes import PromptChains
+from forge.core.placement.home_workers import Homes
 from forge.core.placement.routing import Candidate, LoadGuard, choose
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.coordination import Instance

@@ -33,7 +33,7 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
-from services.inference.worker.appearance import Appearance
+from services.inference.worker.discovery_entry import DiscoveryEntry
 from services.inference.worker.metrics import (
     ANNOUNCED_VERSION,
     FETCH_FAILURES,
@@ -60,7 +60,7 @@ class WeightFollower:
         group = context.config.serving_group
         kinds = (kind_in(group, "prefill"), kind_in(group, "decode"), starting_in(group))
         self._peers = tuple(context.coordinator.discover(kind) for kind in kinds)
-        self._appearance = Appearance(context, kind=starting_in(group))
+        self._entry = DiscoveryEntry(context, kind=starting_in(group))
         self._own_id = context.config.instance_id
         self._sources = WeightSources(self._peers, own_id=self._own_id, fetches=self._fetches)
         self._local = LocalWeights(directory=context.config.weights_dir)
@@ -82,7 +82,7 @@ class WeightFollower:
     async def run(self) -> None:
         """Follow until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._appearance.run())
+            tasks.create_task(self._entry.run())
             tasks.create_task(self._listen())
             tasks.create_task(self._listen_for_holds())
             tasks.create_task(self._keep_up())
@@ -91,7 +91,7 @@ class WeightFollower:
         # Peers first: with an empty view it would fetch from the trainer.
         for peers in self._peers:
             await peers.known()
-        await self._appearance.tried()
+        await self._entry.tried()
         async with aclosing(self._context.coordinator.follow(self._key)) as announced:
             async for value in announced:
                 if value is None:
@@ -229,7 +229,7 @@ class WeightFollower:
         self._context.metadata["weight_version"] = str(announced.weight_version)
         self._context.set_ready()
         await self._context.announce()
-        self._appearance.end()
+        self._entry.end()
 
     async def _load(self, fetch: WeightFetch, run: asyncio.Task[HeldWeights]) -> None:
         """Have the engine serve the version that `run` fetches; during the fetch if it can."""

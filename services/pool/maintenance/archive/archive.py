@@ -28,7 +28,7 @@ from forge.core.extras import extras_named
 from forge.runtime.files.sync import sync
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.group_digest import group_digest
-from services.pool.data.moving import content_page, group_page
+from services.pool.data.group_transfer import content_page, group_page
 from services.pool.data.repair.record_repair import is_whole
 from services.pool.maintenance.backup.backup import refuse_half_copy
 from services.pool.storage.erasures import is_erased
@@ -52,7 +52,7 @@ class SegmentGroup(msgspec.Struct, frozen=True, array_like=True):
 
     task_id: str
     digest: bytes
-    """`moving.group_digest` at the shard."""
+    """`group_digest` at the shard."""
     records: list[Stored]
 
     def record(self) -> common_pb2.GroupRecord:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError, ForgeError
 from services.pool.data.commands import Command, ImportGroup, StageRecords
-from services.pool.data.moving import CONTENT
+from services.pool.data.group_transfer import CONTENT
 from services.pool.maintenance.archive.archive import (
     Archive,
     SegmentEntry,

@@ -6,10 +6,10 @@ from unittest import mock
 
 import pytest
 
-from forge.core.placement import chains
+from forge.core.placement import chain_hashes
 from forge.core.placement.cache_view import CacheView
-from forge.core.placement.chains import PromptChains
-from forge.core.placement.homes import Homes
+from forge.core.placement.chain_hashes import PromptChains
+from forge.core.placement.home_workers import Homes
 from forge.core.placement.step_time import StepTime
 from forge.core.token_columns import int32_bytes
 
@@ -113,8 +113,8 @@ def test_hashes_of_a_continued_prompt_are_those_of_the_whole(
     """The known blocks are not hashed again."""
     known = PromptChains(PROMPT.ids[: 4 * known_tokens])
     known.of(4)
-    chain_hash = mock.Mock(wraps=chains.chain_hash)
-    monkeypatch.setattr(chains, "chain_hash", chain_hash)
+    chain_hash = mock.Mock(wraps=chain_hashes.chain_hash)
+    monkeypatch.setattr(chain_hashes, "chain_hash", chain_hash)
     continued = PromptChains(PROMPT.ids, after=known).of(4)
     assert chain_hash.call_count == 10 - known_tokens // 4
     assert continued == PromptChains(PROMPT.ids).of(4)

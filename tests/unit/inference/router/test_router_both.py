@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.core.errors import Unavailable
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from services.inference.engines.base import CacheChange
 from services.inference.router.messages import (
     CacheReported,

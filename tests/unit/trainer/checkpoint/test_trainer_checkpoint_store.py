@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from forge.cli.local_run.models.kept import read_kept
 from forge.core.errors import DataLoss, ResourceExhausted
-from forge.rl.parallel.placing import placed
+from forge.rl.parallel.state_memory import placed
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.files import Contents, WrittenFile
 from services.trainer.checkpoint.history import History

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from forge.core.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.futures import settle

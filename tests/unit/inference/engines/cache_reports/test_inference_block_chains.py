@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.cache_reports.block_chains import BlockChains
 from services.inference.engines.cache_reports.cache_log import CacheLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any
 
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.tensorrt_llm.cache_events import CacheEvents

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from forge.core.errors import ResourceExhausted, Unavailable
-from forge.core.placement.chains import PromptChains
+from forge.core.placement.chain_hashes import PromptChains
 from forge.runtime.coordination import Instance
 from services.inference.router.admission_queue import MIN_ADMITTED
 from services.inference.router.fleet.fleet import SUSPECT_S, Fleet

@@ -13,7 +13,7 @@ from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 
 
-class Appearance:
+class DiscoveryEntry:
     """The entry, from the start of the process to its first weights."""
 
     def __init__(self, context: ServiceContext, *, kind: str) -> None:

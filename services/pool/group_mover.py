@@ -20,7 +20,7 @@ from services.pool import validation
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import DiscardCopy, ImportGroup, MarkMoved, StageRecords
 from services.pool.data.group_digest import group_digest
-from services.pool.data.moving import (
+from services.pool.data.group_transfer import (
     CONTENT,
     content_page,
     group_page,

@@ -14,7 +14,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import EraseTasks, FreeGroups
 from services.pool.data.reads.group_scan import Scan
 from services.pool.data.reads.query import query
-from services.pool.moves import GroupMover
+from services.pool.group_mover import GroupMover
 from services.pool.service import begin_scan
 from services.pool.storage.keys import group_key
 from services.pool.storage.tables import Table

@@ -6,7 +6,7 @@ import pytest
 
 from forge.core.errors import ResourceExhausted
 from services.inference.engines.base import KvSpan
-from services.inference.worker.landing import Landing, LandingRoom
+from services.inference.worker.landing_memory import Landing, LandingRoom
 
 
 async def test_prompt_without_memory_is_refused_alone() -> None:
