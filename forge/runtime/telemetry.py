@@ -48,15 +48,16 @@ _metrics: dict[str, Any] = {}
 def configure_logging(service: str, instance_id: str, *, level: str, file: str) -> None:
     """Write JSON lines with service and instance to `file` (stderr when empty).
 
-    The systemd journal gets the level of each line as its priority. Raises ConfigError when the
-    file cannot be written.
+    The systemd journal gets the level of each line as its priority. A line that cannot be written,
+    as on a full disk, is dropped and counted. Raises ConfigError when the file cannot be opened.
     """
-    stream = _open(file) if file else sys.stderr
+    target = _open(file) if file else sys.stderr
+    stream = cast(TextIO, _LogStream(target))
     render: list[structlog.typing.Processor] = [
         structlog.processors.format_exc_info,
         structlog.processors.JSONRenderer(),
     ]
-    render += [_add_priority] if _is_journal(stream) else []
+    render += [_add_priority] if _is_journal(target) else []
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[
@@ -96,6 +97,29 @@ def log_to_people() -> None:
         # Read per line: a caller may replace sys.stderr.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
+
+
+class _LogStream:
+    """Writes lines, and drops those that it cannot write: an error here would end the task that
+    logs, such as the one that keeps a service in discovery."""
+
+    def __init__(self, target: TextIO) -> None:
+        self._target = target
+        self._torn = False
+        """The last line may lack its end."""
+
+    def write(self, text: str) -> None:
+        """Write a line, whole or not at all as far as the system allows."""
+        try:
+            self._target.write(f"\n{text}" if self._torn else text)
+            self._target.flush()
+            self._torn = False
+        except OSError:
+            self._torn = True
+            _DROPPED_LINES.inc()
+
+    def flush(self) -> None:
+        """`write` has flushed."""
 
 
 def _open(file: str) -> TextIO:
@@ -158,3 +182,8 @@ def _metric(kind: type[Any], name: str, help: str, labels: Sequence[str], **opti
     if name not in _metrics:
         _metrics[name] = kind(name, help, tuple(labels), registry=REGISTRY, **options)
     return _metrics[name]
+
+
+_DROPPED_LINES = counter(
+    "forge_log_dropped_lines_total", "Lines that the log file or stderr did not take: a full disk."
+)
