@@ -96,9 +96,7 @@ async def test_child_that_restarts_during_a_stop_is_stopped_too(
 
     await watched.start("pool", SLEEP)
     monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn_as_all_are_stopped)
-    pid = watched.supervisor.pid("pool")
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(watched.supervisor.pids()["pool"], signal.SIGKILL)
     await watched.until("stopped")
     await asyncio.gather(*stopping)
     assert not [event for event in watched.events if event.kind == "killed"]
@@ -119,9 +117,7 @@ async def test_killed_child_is_named_by_its_signal_and_gets_a_new_pid(watched: W
     os.kill(first, signal.SIGKILL)
     assert (await watched.until("crashed")).cause == "SIGKILL"
     await watched.until("started", count=2)
-    second = watched.supervisor.pid("gateway")
-    assert second is not None
-    assert second != first
+    assert watched.supervisor.pids()["gateway"] != first
 
 
 async def test_last_output_of_a_json_log_is_its_event_and_error(watched: Watched) -> None:

@@ -158,18 +158,9 @@ class _EdgeLogprobs(torch.autograd.Function):
                 slopes_rV = rows.finish(logits_rV, bias_V, chunk)
                 grad_rV = logits_rV.softmax(-1)
                 del logits_rV
-            rows_E = head.rows_E[edges] - chunk.start
-            total_r = grad_rV.new_zeros(grad_rV.shape[0]).index_add_(0, rows_E, grad_E[edges])
-            # d logprob = onehot - softmax, summed over the edges that leave the row; in place, for
-            # a table of logits is the largest thing there is.
-            if entropy_R is None:
-                grad_rV.mul_(-total_r[:, None])
-            else:  # d entropy = -p (log p + entropy)
-                surprise_rV = torch.special.entr(grad_rV).mul_(grad_R[chunk, None])
-                total_r += grad_R[chunk] * entropy_R[chunk]
-                grad_rV.mul_(-total_r[:, None]).add_(surprise_rV)
-                del surprise_rV
-            grad_rV.index_put_((rows_E, head.targets_E[edges]), grad_E[edges], accumulate=True)
+            picked = (head.rows_E[edges] - chunk.start, head.targets_E[edges])
+            entropy = None if entropy_R is None else (entropy_R[chunk], grad_R[chunk])
+            _to_logit_gradient(grad_rV, picked, grad_E[edges], entropy)
             if slopes_rV is not None:
                 grad_rV.mul_(slopes_rV)
             if grad_weight_VC is not None:
@@ -185,6 +176,28 @@ class _EdgeLogprobs(torch.autograd.Function):
         given = iter(grad_norm)
         grads = (next(given) if one.requires_grad else None for one in norm)
         return grad_states_RC, grad_weight_VC, grad_bias_V, None, *grads
+
+
+def _to_logit_gradient(
+    probs_rV: Tensor,
+    picked: tuple[Tensor, Tensor],
+    grad_E: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Turns probabilities into the gradient of their logits. In place: no other tensor is as large.
+
+    d logprob = onehot - softmax, summed over the edges that leave the row; d entropy = -p (log p +
+    entropy). `picked`: row and token of each edge; `entropy`: value and gradient by row.
+    """
+    total_r = probs_rV.new_zeros(probs_rV.shape[0]).index_add_(0, picked[0], grad_E)
+    if entropy is None:
+        probs_rV.mul_(-total_r[:, None])
+    else:
+        entropy_r, grad_r = entropy
+        surprise_rV = torch.special.entr(probs_rV).mul_(grad_r[:, None])
+        total_r += grad_r * entropy_r
+        probs_rV.mul_(-total_r[:, None]).add_(surprise_rV)
+    probs_rV.index_put_(picked, grad_E, accumulate=True)
 
 
 def edge_logprobs(

@@ -117,10 +117,6 @@ class ProcessSupervisor:
         """Process ids of the running children."""
         return {name: child.pid for name, child in self._children.items() if child.running}
 
-    def pid(self, name: str) -> int | None:
-        """Process id of a child, None while it does not run."""
-        return self.pids().get(name)
-
 
 class _Child:
     """One child through all its restarts."""

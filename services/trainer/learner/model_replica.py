@@ -265,8 +265,7 @@ class ModelReplica:
             published_type=self.published_type,
             model_path=self._model_path,
         )
-        heads = read_heads(self._model_path) if self._learner.mtp else {}
-        if self._learner.mtp and heads:
+        if self._learner.mtp and (heads := read_heads(self._model_path)):
             self._learner.mtp.heads.load_tensors(heads)
 
     def _load(self, path: Path) -> Any:

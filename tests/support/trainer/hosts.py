@@ -83,13 +83,12 @@ class Hosts:
 
     def running(self, host: int) -> bool:
         """Whether the process of torchrun runs on a host."""
-        return self._supervisors[host].pid(self._name(host)) is not None
+        return self._name(host) in self._supervisors[host].pids()
 
     def agent(self, host: int) -> psutil.Process:
         """The process of torchrun on a host."""
-        pid = self._supervisors[host].pid(self._name(host))
-        assert pid is not None, self.said(host)
-        return psutil.Process(pid)
+        assert self.running(host), self.said(host)
+        return psutil.Process(self._supervisors[host].pids()[self._name(host)])
 
     def rank(self, host: int) -> psutil.Process | None:
         """The rank of a host; None while it does not run."""
