@@ -1,8 +1,7 @@
 """The scan of Mamba 1 from a state: transformers' function begins with none.
 
-The scan is linear in its state. So what the state adds to each output, and to the state after the
-last token, is added to the results of the scan from zero. It decays by the sum of the steps until
-then.
+The scan is linear in its state. So it begins with zeros, and the contribution of the given state is
+added to each output and to the last state. The contribution decays by the sum of the steps so far.
 
 Shapes: B rows, T tokens, C channels, N elements of a channel's state.
 """

@@ -79,7 +79,7 @@ def write_prompt_end(span: KvSpan, request: FetchKvRequest) -> Iterator[FetchKvR
 
 
 def write_end(span: KvSpan, response: FetchKvResponse) -> None:
-    """Add what a span has beside keys and values: the last hidden state, the first token."""
+    """Add the other parts of a span: the last hidden state, the first token."""
     if span.first is not None:
         # The experts of the prompt come with the answer to Prefill.
         response.first.CopyFrom(write_tokens(replace(span.first, routes=None)))

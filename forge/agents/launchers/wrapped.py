@@ -1,6 +1,7 @@
 """Programs in bubblewrap, with a private /tmp and the gateway as their network.
 
-Owns what a command sees; `forge.agents.sandbox.process_sandbox` owns how the sandbox is made.
+Owns the files and variables that a command sees; `forge.agents.sandbox.process_sandbox` makes the
+sandbox.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Removes secrets and texts of agents from what `forge support-bundle` collects.
+"""Removes secrets and texts of agents from the parts of a support bundle.
 
-A secret is removed by its value, where a file or a variable of this host has it, and by its form.
-Texts of agents are removed by what a line may hold: log lines of processes that handle texts keep
-a few keys and their numbers; those of others lose quotations, which repeat the value of a field.
+A secret is found by its value, if a file or a variable of this host has it, and by its form. Texts
+of agents are removed by kind of line: log lines of processes that handle texts keep only a few keys
+and their numbers; lines of others lose quotations, which repeat the value of a field.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Bundle:
 
 
 async def collect_bundle(sources: Sources) -> Bundle:
-    """Returns all parts that can be had."""
+    """Returns all parts that could be collected."""
     redactor = Redactor()
     redactor.add_variables(os.environ)
     _know_system(redactor, sources)

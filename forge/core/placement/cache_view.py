@@ -1,9 +1,9 @@
-"""A router's view of a worker's prefix cache: what the worker reports, and what it will have soon.
+"""A router's view of a worker's prefix cache: reported blocks, and blocks expected soon.
 
 A worker reports the chain hashes of blocks that it has stored and removed. Prompts that were just
-placed there count as cached, too, since the requests of a group come together; this lasts until the
-worker reports them or for a short time.
-A worker that reports nothing is guessed: it has what was sent there, the least recent evicted.
+placed there count as cached, too, since the requests of a group come together. They count until the
+worker reports them, or for a short time. For a worker without reports the router keeps a guess: the
+prompts that it sent there, with LRU eviction.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CacheView:
         self._first_end_s = min(self._first_end_s, until_s)
 
     def report(self, *, stored: Iterable[bytes], removed: Iterable[bytes], anew: bool) -> None:
-        """Apply a worker's report; `anew`: it has nothing but what is stored."""
+        """Apply a worker's report; `anew`: `stored` has all its blocks."""
         if self._reported is None or anew:
             self._reported = set()
         self._reported.difference_update(removed)
@@ -71,7 +71,6 @@ class CacheView:
         self._first_end_s = min(self._expected.values(), default=math.inf)
 
     def forget_guess(self) -> None:
-        """Forget what a worker is guessed to have: it has new weights, or may be dead. A worker
-        that reports says so itself."""
+        """Drop the guess: the worker has new weights, or may be dead. Reports need no such call."""
         if self._reported is None:
             self._guess.clear()

@@ -1,6 +1,6 @@
 """Activation checkpointing: layers are computed again in the backward pass.
 
-The recomputation has what the forward took from its context.
+The recomputation has the same context as the forward.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ _GAUGES = {name: gauge(name, about, _LABELS) for name, (about, _) in _READINGS.i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU and the values that it could tell, by metric."""
+    """One GPU and its readable values, by metric."""
 
     index: int
     uuid: str

@@ -1,4 +1,4 @@
-"""The probe of a publication: whether new weights compute what the trainer computed with them."""
+"""The probe of a publication: new weights must compute the trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.inference.engines.base import BrokenWeights, ModelLimits, Probe, U
 PROBE_TOKENS = 16
 """Length of a probe of an engine's own."""
 _LEFT_OUT = 8
-"""One error of so many, the largest, is left out: a near tie in the routes of a mixture of experts
+"""The mean omits one error in 8, the largest ones: a near tie in the routes of a mixture of experts
 changes single tokens by far more than rounding does."""
 _TOLERANCE = 1e-3
 """Mean error of log-probs, in nats, above which weights are not those of the trainer."""

@@ -1,5 +1,4 @@
-"""Requests that an engine cannot serve as they are: refused with the engine's name, never served
-without a part of what they ask."""
+"""Refuses requests that an engine cannot serve completely; the error has the engine's name."""
 
 from __future__ import annotations
 

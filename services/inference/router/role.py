@@ -93,7 +93,7 @@ async def watch_holds(holds: AsyncGenerator[Versioned | None, None], router: Act
     async with aclosing(holds) as changes:
         async for value in changes:
             with suppress(DataLoss):
-                # Of an unreadable one the workers' logs tell.
+                # The workers' logs report an unreadable hold.
                 hold = NO_HOLD if value is None else WeightHold.decode(value.value)
                 router.tell(HoldChanged(newest=max(hold.versions, default=None)))
 

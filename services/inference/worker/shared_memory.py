@@ -1,9 +1,8 @@
 """Keys and values from a prefill to a decode process on the same host, in a file in memory.
 
-The sender writes them once, the receiver maps the file and removes its name. Both must see the same
-directory, which its device and inode and the host's boot id tell, and run as the same user, whom
-alone the file's mode lets in. Its name is drawn at random; the receiver opens names of this form
-alone.
+The sender writes them once; the receiver maps the file and removes its name. Both must see the same
+directory: they compare its device and inode and the host's boot id. Both must run as the same user:
+the file's mode admits no other. The name is random; the receiver opens only names of this form.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class _WorkerStream(ServedStream):
             await read.wait()
 
     def on_request(self, request: pb.WorkerStreamRequest) -> None:
-        """Note what the router has read and what it will not fetch."""
+        """Note the bytes that the router has read, and release prompts that it will not fetch."""
         for read in request.read:
             if read.call in self._unread:
                 self._unread[read.call] -= read.bytes
@@ -116,11 +116,11 @@ class _WorkerStream(ServedStream):
             self._prefill.release(request_id)
 
     def before_end(self, call: int) -> None:
-        """Forget what the router has not read."""
+        """Drop the count of unread bytes."""
         self._unread.pop(call, None)
 
     def forget(self, call: int) -> None:
-        """Forget what the router has not read of a cancelled call, and the wait for its reads."""
+        """Drop the count of unread bytes of a cancelled call, and the wait for its reads."""
         self._unread.pop(call, None)
         self._reads.pop(call, None)
 

@@ -273,8 +273,8 @@ class PoolShards(ShardScans):
     async def summaries(
         self, trajectory_ids: Mapping[str, Sequence[str]]
     ) -> dict[str, common_pb2.TrajectorySummary]:
-        """By trajectory id, from ids by shard; what a shard does not know, or cannot read, is left
-        out."""
+        """Return summaries by trajectory id, from ids by shard. Unknown and unreadable trajectories
+        are omitted."""
         answers = await gathered(
             self._summaries(shard, part)
             for shard, ids in trajectory_ids.items()

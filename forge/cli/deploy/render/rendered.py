@@ -1,4 +1,4 @@
-"""The files and units of one host, and their manifest: what a host is compared with."""
+"""The files and units of one host, and their manifest, with which the host is compared."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from itertools import chain, islice, takewhile
 from forge.core.queue.groups import Group, Phase
 
 LATE_SHARE = 0.001
-"""Below what the 99th percentile allows: late groups are long, and shift their batch."""
+"""Less than the 99th percentile allows: late groups are long, and shift their batch."""
 MAY_LAG = 1
 """Running groups among the next groups of a FIFO that a batch does not wait for."""
 

@@ -1,1 +1,1 @@
-"""What the router learns of a prefix cache: its blocks by chain hash, and their changes."""
+"""Reports of a prefix cache to routers: its blocks by chain hash, and their changes."""

@@ -14,7 +14,7 @@ from services.inference.engines.cache_reports.cache_log import CacheLog
 
 
 class BlockChains:
-    """Keeps which blocks are cached, and tells a `CacheLog`."""
+    """Records which blocks are cached, and reports changes to a `CacheLog`."""
 
     def __init__(self, log: CacheLog, *, block_tokens: int) -> None:
         """`block_tokens`: of the router's blocks."""
@@ -64,7 +64,7 @@ class BlockChains:
         self._log.cleared()
 
     def cached_tokens(self, ids: bytes) -> int:
-        """Return how many leading tokens are cached, as far as events tell."""
+        """Return how many leading tokens are cached, according to the events."""
         count = 0
         for chain in PromptChains(ids).of(self._block_tokens):
             if chain not in self._blocks:

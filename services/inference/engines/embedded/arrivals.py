@@ -19,7 +19,7 @@ from services.inference.engines.tensor_bytes import from_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivedTensors:
-    """What the engine has of a prompt behind its match in the cache."""
+    """The part of a prompt after its match in the cache."""
 
     kv: torch.Tensor
     """[layers, 2, heads, T, head_size]."""

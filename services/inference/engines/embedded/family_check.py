@@ -1,4 +1,4 @@
-"""Whether the embedded engine computes what a family of models computes itself.
+"""Checks that the embedded engine computes the same as a family's own model.
 
 Runs a small random copy of the model, with the same kinds of layers and with windows, chunks and
 thresholds of a few tokens, through the engine's own actors: prompts read in several passes, beside

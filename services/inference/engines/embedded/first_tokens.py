@@ -1,4 +1,4 @@
-"""The answers to prompts that are computed: their first tokens, and what a worker holds of them."""
+"""The answers to computed prompts: their first tokens, and the tensors that a worker holds."""
 
 from __future__ import annotations
 

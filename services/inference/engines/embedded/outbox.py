@@ -1,4 +1,4 @@
-"""What a decode actor sends to the callers of its requests, on the event loop.
+"""Sends pieces and errors of a decode actor to the callers of its requests, on the event loop.
 
 Pieces and errors of a step wait until its end: one call wakes the loop for all of them.
 """

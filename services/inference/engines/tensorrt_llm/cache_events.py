@@ -13,7 +13,7 @@ from services.inference.engines.cache_reports.cache_log import CacheLog
 
 
 class CacheEvents(BlockChains):
-    """Keeps which blocks are cached, and tells a `CacheLog`."""
+    """Records which blocks are cached, and reports changes to a `CacheLog`."""
 
     def __init__(self, log: CacheLog, *, block_tokens: int) -> None:
         super().__init__(log, block_tokens=block_tokens)

@@ -201,7 +201,7 @@ def _extra(options: EngineOptions) -> dict[str, Any]:
 
 
 def _check_options(options: EngineOptions, role: Role) -> None:
-    """Raises ConfigError for what the engine lacks."""
+    """Raises ConfigError for options that the engine lacks."""
     if options.kv_store is not None:
         raise ConfigError("kv.store_dir: the engine vllm shares no keys and values; leave it empty")
     _check_drafts(options)

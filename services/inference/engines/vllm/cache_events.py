@@ -63,7 +63,7 @@ class EventSockets:
 
 
 class CacheEvents:
-    """The blocks that new requests can find, told to `reports`."""
+    """The blocks that new requests can find, reported to `reports`."""
 
     def __init__(self, *, block_tokens: int) -> None:
         """`block_tokens`: of the router's blocks."""

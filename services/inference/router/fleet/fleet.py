@@ -299,9 +299,9 @@ def _takers(reader: Worker, samplers: Sequence[Worker], *, early: bool) -> list[
 
 
 def _paired(readers: Sequence[Worker], samplers: Sequence[Worker]) -> list[Worker]:
-    """Return the readers whose prompts can be sampled; of these, those that are no newer than all
-    who can, if there are any: else the second token would have older weights than the first.
-    Raises Unavailable without any."""
+    """Return the readers whose prompts some worker can sample. Prefer those that are no newer than
+    the newest such worker: else the second token would have older weights than the first. Raises
+    Unavailable without any."""
     newest: dict[Engine, int] = {}
     for reads in engines_of(readers):
         fitting = {one for one in engines_of(samplers) if one.takes_from(reads)}

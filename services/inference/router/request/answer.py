@@ -17,7 +17,7 @@ class RoutedAnswer:
     """Tokens of one request, in order, from all workers that sampled some."""
 
     def __init__(self, request: pb.SampleRequest, prompt: Prompt, *, context_tokens: int) -> None:
-        """`prompt`: what the request was read to."""
+        """`prompt`: the decoded request."""
         self._params = request.sampling
         self._prompt = prompt
         self._most_tokens = min(prompt.sampling.max_tokens, context_tokens - prompt.tokens)

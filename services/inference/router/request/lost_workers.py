@@ -1,8 +1,8 @@
 """Workers that were lost while they served one request. Pure.
 
-A request that ends a worker's process (out of memory on a GPU, a bug in a kernel) ends that of the
-next one, too. So the router places a request no more after it has lost `MOST` workers at one place
-of its answer. Not here: which failures are a loss (`worker_calls`).
+A request that ends a worker's process (out of memory on a GPU, a bug in a kernel) would end the
+next one, too. So the router gives up a request after it has lost `MOST` workers at one place of its
+answer. Not here: which failures are a loss (`worker_calls`).
 """
 
 from __future__ import annotations

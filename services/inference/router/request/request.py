@@ -51,7 +51,7 @@ class Run:
         streams: WorkerStreams,
         config: InferenceConfig,
     ) -> None:
-        """`prompt`: what the request was read to."""
+        """`prompt`: the decoded request."""
         self._session_id = request.session_id
         self._request_id = prompt.request_id
         self._stream = request.stream

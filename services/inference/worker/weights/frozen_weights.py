@@ -22,8 +22,8 @@ from services.inference.engines.base import Engine, UnfitWeights
 from services.inference.worker.metrics import WEIGHT_VERSION
 
 VERSION = 1
-"""Version of frozen weights: the number in a turn's record tells nothing of their age, the name of
-their model does."""
+"""Version of frozen weights in the record of a turn. It is no age; the model's name identifies the
+weights."""
 _NO_MODEL = ("master.safetensors",)
 """Files of a checkpoint beside its model and its draft heads."""
 _DTYPES = {

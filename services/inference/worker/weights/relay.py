@@ -49,7 +49,7 @@ class WeightRelay:
             self.progress()
 
     def progress(self) -> None:
-        """Wake those who wait for data."""
+        """Wake the readers that wait for data."""
         self._changed.set()
         self._changed = asyncio.Event()
 

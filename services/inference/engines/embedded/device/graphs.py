@@ -33,8 +33,8 @@ class DeviceGraphs:
         return None if size is None or size >= self._without_memory else size
 
     def is_shortage(self, error: RuntimeError, *, rows: int) -> bool:
-        """Whether a graph of so many rows was not captured for want of memory; then `rows_for`
-        leaves out its size from now on."""
+        """Return True if memory was short for a graph of `rows` rows; from now on `rows_for` omits
+        this size."""
         shortage = memory_shortage(error)
         if shortage:
             self._without_memory = min(self._without_memory, rows)

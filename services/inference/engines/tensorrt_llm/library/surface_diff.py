@@ -125,9 +125,9 @@ class Tree:
 
 
 def compare(tree: Tree, surface: Surface) -> tuple[list[Difference], Surface]:
-    """Return the differences, and the surface without all that the tree lacks.
+    """Return the differences, and the surface without the parts that the tree lacks.
 
-    What the surface does not verify is no difference, but leaves the returned surface if absent.
+    An absent part that the surface does not verify is no difference.
     """
     differences: list[Difference] = []
     absent: set[str] = set()

@@ -1,4 +1,4 @@
-"""Whether new weights compute in the library what the trainer computed with them.
+"""Checks that the library computes the trainer's log-probs with new weights.
 
 The library returns the log-probs of a prompt's tokens; each is looked up by its token, since the
 versions differ in how many places the list has.

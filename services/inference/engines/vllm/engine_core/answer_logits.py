@@ -273,8 +273,7 @@ def _rows(processors: Any) -> dict[int, _Row]:
 
 
 def install(runner: Any) -> None:
-    """Give a model runner this sampler. Raises RuntimeError for another runner than that which it
-    is written for."""
+    """Give a model runner this sampler. Raises RuntimeError for another kind of runner."""
     before = runner.sampler
     if type(before) is not Sampler:
         raise RuntimeError(f"vLLM's sampler is {type(before).__name__}, expected Sampler")

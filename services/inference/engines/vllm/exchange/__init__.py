@@ -1,4 +1,4 @@
-"""What the worker's process and vLLM's own both know: names, orders of requests, layouts of memory.
+"""Names, orders of requests and layouts of memory for the worker's process and vLLM's own.
 
 Imports no vLLM.
 """

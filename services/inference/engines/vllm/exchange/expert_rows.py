@@ -20,7 +20,7 @@ class ExpertRows:
         self._memory = SharedMemory("forge-experts")
 
     def extra_args(self) -> dict[str, Any]:
-        """Return what has vLLM's process fill it."""
+        """Return the arguments with which vLLM's process fills the rows."""
         return {ASKED: [self._memory.address, self._start]}
 
     def read(self, end: int) -> RouteSpan | None:

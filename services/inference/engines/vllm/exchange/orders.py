@@ -1,4 +1,4 @@
-"""What a request asks of vLLM's sampler beyond its own parameters; see `answer_logits`."""
+"""Orders of a request to our sampler in vLLM, beyond vLLM's parameters; see `answer_logits`."""
 
 from __future__ import annotations
 
