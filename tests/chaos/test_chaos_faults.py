@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -25,8 +26,10 @@ BUSY_PROCESSES = 32
 STOPPED_S, RUNNING_S = 1.9, 0.1
 """A service that gets 5 % of the processor."""
 LOST_TO_THE_DISK = 3
-ROOM_BYTES = 1 << 30
-"""Free for the pool, above its reserve, until the disk is full."""
+ROOM_BYTES = 4 << 30
+"""Free for the pool, above its reserve, until the disk is full; other programs write there too."""
+LACKING_BYTES = 1 << 28
+"""Below the reserve while the disk is full."""
 MORE = 4
 """Steps that are taken afterwards."""
 
@@ -135,17 +138,29 @@ def test_starved_service_tombstones_nothing(run: ForgeRun, name: str) -> None:
     assert run.interrupt() == 130, run.explain()
 
 
+def take_room(ballast: BinaryIO, reserve_bytes: int) -> None:
+    """Lengthen a file until its disk has less than the reserve; other programs may free room."""
+    missing_bytes = shutil.disk_usage(ballast.name).free - reserve_bytes + LACKING_BYTES
+    if missing_bytes > 0:
+        os.posix_fallocate(ballast.fileno(), os.fstat(ballast.fileno()).st_size, missing_bytes)
+
+
 def test_full_pool_disk_tombstones_nothing(tmp_path: Path, forge_root: Path) -> None:
     """While the pool's disk is full, rollouts are lost; with room again, training continues."""
-    # The pool refuses turns below its reserve: that is where a file of ours takes the disk.
+    # The pool refuses turns below its reserve.
     reserve_bytes = shutil.disk_usage(tmp_path).free - ROOM_BYTES
+    assert reserve_bytes > LACKING_BYTES, "needs 5 GB of free disk"
     setting = ("--set", f"pool.store.disk_reserve_bytes={reserve_bytes}")
     run = ForgeRun(tmp_path / "run", root=forge_root, steps=1000, extra=setting)
     run.start()
     run.wait_for_step(1)
     with (tmp_path / "ballast").open("wb") as ballast:
-        os.posix_fallocate(ballast.fileno(), 0, 2 * ROOM_BYTES)
-        run.wait_until(lambda: faults(run) >= LOST_TO_THE_DISK, "rollouts lost to the full disk")
+
+        def has_lost() -> bool:
+            take_room(ballast, reserve_bytes)
+            return faults(run) >= LOST_TO_THE_DISK
+
+        run.wait_until(has_lost, "rollouts lost to the full disk")
         step = run.last_step()
         os.ftruncate(ballast.fileno(), 0)
     run.wait_for_step(step + MORE)
