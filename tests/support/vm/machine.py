@@ -54,7 +54,12 @@ ip link set lo up
 cd {root}
 export HOME=/root PATH={path} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 if command -v dockerd > /dev/null; then
-    dockerd --iptables=false --bridge=none --data-root=/run/docker-data > /run/dockerd.log 2>&1 &
+    # dockerd waits only 15 s for a containerd that it starts itself.
+    socket=/run/containerd/containerd.sock
+    containerd --root /run/containerd-data > /run/containerd.log 2>&1 &
+    timeout 300 sh -c "until [ -S $socket ]; do sleep 1; done" || tail -5 /run/containerd.log
+    dockerd --containerd=$socket --iptables=false --bridge=none --data-root=/run/docker-data \\
+        > /run/dockerd.log 2>&1 &
     timeout 300 sh -c 'until docker version; do sleep 1; done' > /dev/null 2>&1 ||
         tail -5 /run/dockerd.log
 fi
