@@ -12,6 +12,7 @@ from msgspec import Meta
 from forge.core.errors import InvalidArgument
 from forge.core.queue.admission import GenerationLimit, Mode, PartialGroups, QueueSettings
 from forge.core.tasks.template_kwargs import merged
+from forge.core.tasks.validation import MAX_GROUP_SIZE
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_settings
 
@@ -69,8 +70,8 @@ class SchedulerConfig(ServiceConfig):
     """Most trained groups in memory, the newest ones; the same number of tombstoned or evaluated
     ones. Each of the two sets takes about 15 MB with eight rollouts per group. A rewind to older
     groups reads the pool."""
-    max_group_size: Annotated[int, Meta(ge=1, le=65_536)] = 1024
-    """Most rollouts of one task."""
+    max_group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 1024
+    """Most rollouts of one task; the upper bound is what one message holds."""
     max_wait_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
     """Longest wait of a call for rollouts or a batch."""
     pool_timeout_s: Annotated[float, Meta(ge=0.1)] = 5.0

@@ -195,10 +195,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             release = ReleaseBatch(batch_id=batch.batch_id, reasons=lost)
             await leader.commits.ask(release, timeout_s=WRITE_S)
             return scheduler_pb2.LeaseBatchResponse()
-        return fitting(
-            scheduler_pb2.LeaseBatchResponse(
-                batch_id=batch.batch_id, groups=groups, lease_s=self._config.queue.batch_lease_s
-            )
+        return scheduler_pb2.LeaseBatchResponse(
+            batch_id=batch.batch_id,
+            groups=fitting(groups),
+            lease_s=self._config.queue.batch_lease_s,
         )
 
     async def RenewBatch(
@@ -347,7 +347,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             leader.queue, leader.shards, request.tag, newest=request.newest
         ):
             for group in await with_summaries(leader.shards, views):
-                yield scheduler_pb2.ListGroupsResponse(group=group)
+                yield scheduler_pb2.ListGroupsResponse(group=fitting([group])[0])
 
     async def _lead(self, context: Any) -> LeaderContext:
         """The current term; a standby aborts the call."""

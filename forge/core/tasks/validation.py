@@ -13,6 +13,10 @@ from forge.core.errors import InvalidArgument
 from forge.core.tasks.template_kwargs import merged
 
 MAX_PAYLOAD_BYTES = 1 << 20
+MAX_GROUP_SIZE = 4096
+"""Most rollouts of one task. A group must fit one message: in a batch the summary of a sealed
+trajectory takes up to 560 bytes without rewards, in a scan of the pool up to 300 beside a payload
+of 1 MiB and a page of 1 MiB."""
 MAX_USER_BYTES = 200
 MAX_MODELS = 16
 MAX_MODEL_BYTES = 128

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from forge.core.queue.dispatch.failures import abandon_reason, kind_of_abandoned
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2
 from services.pool.data.closed_digests import checked_rewards
@@ -114,6 +115,22 @@ def shorten(summary: common_pb2.TrajectorySummary) -> None:
     del summary.rewards[:]
     summary.rewards.extend(outcomes)
     summary.reason = summary.reason[:SHORT_REASON_CHARS]
+
+
+def compact(summary: common_pb2.TrajectorySummary) -> common_pb2.TrajectorySummary:
+    """Only what a leader needs of an attempt: id, state, time, kind of the failure, and the sum of
+    its outcomes as one reward."""
+    short = common_pb2.TrajectorySummary(
+        trajectory_id=summary.trajectory_id,
+        state=summary.state,
+        sealed_unix_s=summary.sealed_unix_s,
+    )
+    if summary.state == common_pb2.TRAJECTORY_STATE_ABANDONED:
+        short.reason = abandon_reason(kind_of_abandoned(summary.reason), "")
+    kind = common_pb2.REWARD_KIND_OUTCOME
+    if outcomes := [reward.value for reward in summary.rewards if reward.kind == kind]:
+        short.rewards.add(event_id="o", name="o", kind=kind, value=sum(outcomes))
+    return short
 
 
 def _rewards(

@@ -9,6 +9,7 @@ from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.messages.batches import GroupView
 
 MAX_ANSWER_BYTES = 4 << 20
+"""A message has room for more: the frames of the groups, and the id of the batch."""
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
 
@@ -50,11 +51,12 @@ def lost_trajectories(
     return lost
 
 
-def fitting(response: scheduler_pb2.LeaseBatchResponse) -> scheduler_pb2.LeaseBatchResponse:
-    """Returns the response, without rewards if it would not fit a message: the trajectories have
-    them."""
-    if response.ByteSize() > MAX_ANSWER_BYTES:
-        for group in response.groups:
+def fitting(groups: Sequence[scheduler_pb2.BatchGroup]) -> Sequence[scheduler_pb2.BatchGroup]:
+    """The groups of one answer, without rewards if they would not fit a message: the trajectories
+    have them."""
+    if sum(group.ByteSize() for group in groups) > MAX_ANSWER_BYTES:
+        for group in groups:
             for trajectory in group.trajectories:
                 del trajectory.rewards[:]
-    return response
+                trajectory.reason = ""
+    return groups

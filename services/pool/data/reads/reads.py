@@ -5,7 +5,7 @@ Owns the conversion of stored records to messages. Every function sees one snaps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from forge.core.trajectory import TrajectoryName, parse_trajectory_id
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.closed_digests import checked_rewards, checked_turns
-from services.pool.data.summaries import header_of, shorten, summarize
+from services.pool.data.summaries import compact, header_of, shorten, summarize
 from services.pool.storage.groups.group_records import group_record, group_state, intact_state
 from services.pool.storage.groups.settled_counts import commit_of
 from services.pool.storage.keys import (
@@ -286,13 +286,14 @@ def _scanned(
             assert summary is not None, "its key was just read"
             response.trajectories.append(summary)
     if response.ByteSize() > MOST_GROUP_BYTES:
-        _shorten(response)
+        shorten_group(response)
     return response
 
 
-def _shorten(response: pool_pb2.ScanGroupsResponse) -> None:
+def shorten_group(response: pool_pb2.ScanGroupsResponse) -> None:
     """Shortens a group that would not fit a message; keeps the facts that a leader needs: outcomes,
-    and for each rollout the newest of the attempts that the infrastructure ended."""
+    and for each rollout the newest of the attempts that the infrastructure ended; at last the
+    attempt of each rollout that counts."""
     for summary in response.trajectories:
         shorten(summary)
     if response.ByteSize() <= MOST_GROUP_BYTES:
@@ -306,6 +307,26 @@ def _shorten(response: pool_pb2.ScanGroupsResponse) -> None:
         for name, summary in named
         if name.attempt == newest[name.rollout_index] or not _is_lost(summary)
     ]
+    _replace(response, kept)
+    if response.ByteSize() <= MOST_GROUP_BYTES:
+        return
+    _replace(response, map(compact, kept))
+    if response.ByteSize() <= MOST_GROUP_BYTES:
+        return
+    # The counts of failures are lost: no group of `MAX_GROUP_SIZE` may exceed a message.
+    decisive: dict[int, common_pb2.TrajectorySummary] = {}
+    for summary in list(response.trajectories):
+        index = parse_trajectory_id(summary.trajectory_id).rollout_index
+        # In order of attempts: the first sealed one counts, else the newest.
+        if index not in decisive or decisive[index].state != common_pb2.TRAJECTORY_STATE_SEALED:
+            decisive[index] = summary
+    _replace(response, list(decisive.values()))
+
+
+def _replace(
+    response: pool_pb2.ScanGroupsResponse, summaries: Iterable[common_pb2.TrajectorySummary]
+) -> None:
+    kept = list(summaries)
     del response.trajectories[:]
     response.trajectories.extend(kept)
 

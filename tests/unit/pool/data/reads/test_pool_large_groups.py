@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from forge.core.errors import InvalidArgument
 from forge.core.queue.dispatch.failures import FailureKind, abandon_reason
+from forge.core.tasks.validation import MAX_GROUP_SIZE, MAX_PAYLOAD_BYTES
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES
 from forge.v1 import common_pb2
 from services.pool.data.reads import reads
+from services.pool.data.reads.group_scan import PAGE_BYTES
 from services.pool.store import PoolStore
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.store import (
@@ -83,7 +87,7 @@ def test_scan_leaves_lost_attempts_out_where_they_are_too_many(
     store: PoolStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After days of an outage; failures of the task and the newest attempt stay."""
-    monkeypatch.setattr(reads, "MOST_GROUP_BYTES", 100, raising=False)
+    monkeypatch.setattr(reads, "MOST_GROUP_BYTES", 240)
     put_groups(store, make_group())
     lost = abandon_reason(FailureKind.INFRASTRUCTURE, "no router")
     for attempt, reason in enumerate(("boom", lost, lost, lost)):
@@ -92,6 +96,32 @@ def test_scan_leaves_lost_attempts_out_where_they_are_too_many(
     (scanned,) = pages(store.scan(brief=True))
     names = [parse_trajectory_id(one.trajectory_id) for one in scanned.trajectories]
     assert [(name.rollout_index, name.attempt) for name in names] == [(0, 0), (0, 3), (1, 0)]
+
+
+def test_largest_group_fits_a_message_whatever_its_attempts(store: PoolStore) -> None:
+    """Each rollout failed before it was sealed, all names have their full length, and the payload,
+    too: a leader could not begin."""
+    task_id, longest = "t" * 200, 2**32 - 1
+    payload = '{"p": "' + "x" * (MAX_PAYLOAD_BYTES - 9) + '"}'
+    put_groups(store, make_group(task_id, payload_json=payload))
+    kind = common_pb2.REWARD_KIND_OUTCOME
+    outcome = common_pb2.RewardEvent(event_id="e" * 256, name="n" * 256, kind=kind, value=0.5)
+    scanned = store.read(partial(reads.scanned_group, task_id=task_id, brief=True))
+    for rollout in range(MAX_GROUP_SIZE):
+        for attempt in (longest - 1, longest):
+            scanned.trajectories.add(
+                trajectory_id=f"{task_id}:{longest - MAX_GROUP_SIZE + rollout}:{attempt}",
+                task_id=task_id,
+                state=common_pb2.TRAJECTORY_STATE_SEALED if attempt == longest else ABANDONED,
+                reason="" if attempt == longest else "x" * 1000,
+                rewards=[outcome] if attempt == longest else [],
+                domain="d" * 64,
+                sealed_unix_s=1e9,
+            )
+    reads.shorten_group(scanned)
+    # A page of other groups may come before it.
+    assert scanned.ByteSize() + PAGE_BYTES < MAX_MESSAGE_BYTES
+    assert outcomes(list(scanned.trajectories)) == [0.5] * MAX_GROUP_SIZE
 
 
 def test_long_name_of_a_reward_is_refused(store: PoolStore) -> None:
