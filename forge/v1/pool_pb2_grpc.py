@@ -352,9 +352,9 @@ class PoolServiceServicer(object):
 
     def MarkGroupsMoved(self, request, context):
         """Marks groups as MOVED if they have not changed since their export; durable on return. From then on
-        scans, queries and counts omit them, and the shard refuses their turns, rewards and states with
-        UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a stale
-        fence. Idempotent; safe to retry.
+        scans, queries and counts omit them, and the shard refuses their turns, seals and rewards with
+        FAILED_PRECONDITION and their states with UNAVAILABLE; LookUpGroups and FetchTrajectories still
+        return them. FAILED_PRECONDITION for a stale fence. Idempotent; safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

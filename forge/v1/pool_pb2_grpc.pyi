@@ -169,9 +169,9 @@ class PoolServiceStub:
     """Streams all records of groups to the shard that imports them, group by group. Safe to retry."""
     MarkGroupsMoved: _grpc.UnaryUnaryMultiCallable[_pool_pb2.MarkGroupsMovedRequest, _pool_pb2.MarkGroupsMovedResponse]
     """Marks groups as MOVED if they have not changed since their export; durable on return. From then on
-    scans, queries and counts omit them, and the shard refuses their turns, rewards and states with
-    UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a stale
-    fence. Idempotent; safe to retry.
+    scans, queries and counts omit them, and the shard refuses their turns, seals and rewards with
+    FAILED_PRECONDITION and their states with UNAVAILABLE; LookUpGroups and FetchTrajectories still
+    return them. FAILED_PRECONDITION for a stale fence. Idempotent; safe to retry.
     """
 
 @_typing.type_check_only
@@ -311,9 +311,9 @@ class PoolServiceAsyncStub(PoolServiceStub):
     """Streams all records of groups to the shard that imports them, group by group. Safe to retry."""
     MarkGroupsMoved: _aio.UnaryUnaryMultiCallable[_pool_pb2.MarkGroupsMovedRequest, _pool_pb2.MarkGroupsMovedResponse]  # type: ignore[assignment]
     """Marks groups as MOVED if they have not changed since their export; durable on return. From then on
-    scans, queries and counts omit them, and the shard refuses their turns, rewards and states with
-    UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a stale
-    fence. Idempotent; safe to retry.
+    scans, queries and counts omit them, and the shard refuses their turns, seals and rewards with
+    FAILED_PRECONDITION and their states with UNAVAILABLE; LookUpGroups and FetchTrajectories still
+    return them. FAILED_PRECONDITION for a stale fence. Idempotent; safe to retry.
     """
 
 class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -570,9 +570,9 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.MarkGroupsMovedResponse, _abc.Awaitable[_pool_pb2.MarkGroupsMovedResponse]]:
         """Marks groups as MOVED if they have not changed since their export; durable on return. From then on
-        scans, queries and counts omit them, and the shard refuses their turns, rewards and states with
-        UNAVAILABLE; LookUpGroups and FetchTrajectories still return them. FAILED_PRECONDITION for a stale
-        fence. Idempotent; safe to retry.
+        scans, queries and counts omit them, and the shard refuses their turns, seals and rewards with
+        FAILED_PRECONDITION and their states with UNAVAILABLE; LookUpGroups and FetchTrajectories still
+        return them. FAILED_PRECONDITION for a stale fence. Idempotent; safe to retry.
         """
 
 def add_PoolServiceServicer_to_server(servicer: PoolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from forge.core.errors import FailedPrecondition, Unavailable
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
-from forge.runtime.coordination.shard_record import gone_shards
+from forge.runtime.coordination.shard_record import gone_text
 from forge.runtime.process.allocator import keep_freed_memory, settle
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.serving_groups import kind_in
 from forge.runtime.telemetry import log
 from forge.v1 import gateway_pb2_grpc, inference_pb2_grpc, pool_pb2_grpc
 from services.gateway.actors.session import SessionSettings
-from services.gateway.actors.shard_writer import AppendStream
 from services.gateway.admission import CallAdmission
 from services.gateway.config import GatewayConfig
 from services.gateway.external.api import ExternalApi
@@ -72,7 +70,12 @@ class GatewayApp:
             reasoning_format=config.model.reasoning_format,
         )
         pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
-        pool = Pool(pools, timeout_s=config.pool_timeout_s, wait_s=config.pool_wait_s)
+        pool = Pool(
+            pools,
+            timeout_s=config.pool_timeout_s,
+            wait_s=config.pool_wait_s,
+            gone=partial(gone_text, self._context.coordinator),
+        )
         self._tenants = Tenants(config.tenants, clock=time.monotonic)
         self._sessions = sessions = self._make_sessions(config, model, pool)
         turns = self._make_turns(config, model)
@@ -193,7 +196,7 @@ class GatewayApp:
                 tenants=self._tenants,
             ),
             settings=settings,
-            open_stream=lambda shard: partial(self._open_stream, pool, shard),
+            open_stream=lambda shard: partial(pool.open_append_stream, shard),
             clock=time.monotonic,
         )
 
@@ -242,17 +245,6 @@ class GatewayApp:
         await self._http.start_shared(
             config.host, config.http.shared_port, config.instance_id, peers=peers
         )
-
-    async def _open_stream(self, pool: Pool, shard: str) -> AppendStream:
-        """Opens a stream for turns. Raises `Unavailable`, `FailedPrecondition` for a shard that was
-        retired or declared lost."""
-        try:
-            return await pool.open_append_stream(shard)
-        except Unavailable as error:
-            gone = await gone_shards(self._context.coordinator, frozenset({shard}))
-            if shard not in gone:
-                raise
-            raise FailedPrecondition(f"pool shard {shard} {gone[shard].gone_text}") from error
 
     async def _sweep(self, idle_s: float) -> None:
         while True:

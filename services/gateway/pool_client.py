@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from forge.core.errors import NotFound, Unavailable
+from forge.core.errors import FailedPrecondition, NotFound, Unavailable
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.status import translated
@@ -35,12 +36,15 @@ class Pool:
         *,
         timeout_s: float,
         wait_s: float,
+        gone: Callable[[str], Awaitable[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait_s` as the setting `pool_wait_s`; `clock` returns monotonic seconds."""
+        """`wait_s` as the setting `pool_wait_s`; `gone` returns the reason if a shard was retired
+        or declared lost, else ""; `clock` returns monotonic seconds."""
         self._remote = remote
         self._timeout_s = timeout_s
         self._wait_s = wait_s
+        self._gone = gone
         self._clock = clock
         self._served: dict[str, float] = {}
         """By shard: the time of the latest call that found an instance."""
@@ -113,9 +117,9 @@ class Pool:
         return response.summary
 
     async def open_append_stream(self, pool_shard: str) -> AppendStream:
-        """Opens a stream for turns. It has no deadline and lives as long as both sides."""
-        _, stub = await self._remote.pick(where=_shard(pool_shard), timeout_s=self._timeout_s)
-        return cast(AppendStream, stub.AppendTurns())
+        """Opens a stream for turns. It has no deadline and lives as long as both sides. Raises
+        `Unavailable`, `FailedPrecondition` for a shard that was retired or declared lost."""
+        return cast(AppendStream, (await self._pick(pool_shard, self._timeout_s)).AppendTurns())
 
     async def _call(self, claims: Claims, method: str, request: Any, **times: float) -> Any:
         """Calls the session's shard; `times` replaces the deadline and the retry time."""
@@ -124,15 +128,31 @@ class Pool:
         return await self._remote.call(method, request, where=_shard(claims.pool_shard), **limits)
 
     async def _wait_for(self, pool_shard: str, timeout_s: float) -> None:
-        """Raises `Unavailable` for a shard that no instance serves."""
+        """Raises `Unavailable` for a shard that no instance serves, `FailedPrecondition` for one
+        that is gone: its sessions are over, and another attempt gets the present shard."""
         served_s = self._served.get(pool_shard, -math.inf)
         restarts = self._clock() - served_s < self._timeout_s
-        wait_s = min(timeout_s, self._timeout_s if restarts else self._wait_s)
-        try:
-            await self._remote.pick(where=_shard(pool_shard), timeout_s=wait_s)
-        except Unavailable as error:
-            raise Unavailable(f"no instance serves pool shard {pool_shard!r}: {error}") from error
+        await self._pick(pool_shard, min(timeout_s, self._timeout_s if restarts else self._wait_s))
         self._served[pool_shard] = self._clock()
+
+    async def _pick(self, pool_shard: str, timeout_s: float) -> PoolServiceAsyncStub:
+        where = _shard(pool_shard)
+        if not any(map(where, self._remote.instances())):
+            await self._refuse_gone(pool_shard)
+        try:
+            _, stub = await self._remote.pick(where=where, timeout_s=timeout_s)
+        except Unavailable as error:
+            await self._refuse_gone(pool_shard)
+            raise Unavailable(f"no instance serves pool shard {pool_shard!r}: {error}") from error
+        return stub
+
+    async def _refuse_gone(self, pool_shard: str) -> None:
+        reason = ""
+        with suppress(Unavailable):
+            # Without etcd it counts as absent.
+            reason = await self._gone(pool_shard)
+        if reason:
+            raise FailedPrecondition(f"pool shard {pool_shard} {reason}")
 
 
 def _shard(pool_shard: str) -> Callable[[Instance], bool]:

@@ -16,6 +16,7 @@ from functools import partial
 
 from aiohttp import web
 
+from forge.runtime.coordination.shard_record import gone_text
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.process.startup import run
 from forge.runtime.settings import Port, ServiceConfig
@@ -58,7 +59,10 @@ class FloorApp:
         routers = context.remote("router", inference_pb2_grpc.InferenceServiceStub)
         self._streams = RouterStreams(routers)
         pool = Pool(
-            context.remote("pool", pool_pb2_grpc.PoolServiceStub), wait_s=1.0, timeout_s=TIMEOUT_S
+            context.remote("pool", pool_pb2_grpc.PoolServiceStub),
+            wait_s=1.0,
+            timeout_s=TIMEOUT_S,
+            gone=partial(gone_text, context.coordinator),
         )
         open_stream = partial(pool.open_append_stream, config.pool_shard)
         backlog = Backlog(pool_shard=config.pool_shard, max_bytes=1 << 30)

@@ -104,3 +104,9 @@ async def gone_shards(coordinator: Coordinator, shards: frozenset[str]) -> dict[
         if record is not None and record.gone:
             found[shard] = record
     return found
+
+
+async def gone_text(coordinator: Coordinator, shard: str) -> str:
+    """When and how a shard was retired or declared lost; "" if it was not. Raises Unavailable."""
+    record, _ = await read_record(coordinator, shard)
+    return record.gone_text if record is not None and record.gone else ""

@@ -22,10 +22,14 @@ class Shards:
         self.serves = False
         self.waits: list[float] = []
 
+    def instances(self) -> tuple[()]:
+        return ()
+
     async def pick(self, *, where: Any, timeout_s: float) -> Any:
         self.waits.append(timeout_s)
         if not self.serves:
             raise Unavailable("0 of 1 fitting pool instances")
+        return None, None
 
     async def call(self, *args: Any, **fields: Any) -> pool_pb2.GetSummariesResponse:
         return pool_pb2.GetSummariesResponse()
@@ -36,7 +40,11 @@ async def test_only_a_recently_served_shard_is_awaited() -> None:
     that restarts."""
     now = SimpleNamespace(s=1000.0)
     shards = Shards()
-    pool = Pool(cast(Any, shards), timeout_s=30.0, wait_s=2.0, clock=lambda: now.s)
+
+    async def gone(shard: str) -> str:
+        return ""
+
+    pool = Pool(cast(Any, shards), timeout_s=30.0, wait_s=2.0, gone=gone, clock=lambda: now.s)
     with pytest.raises(Unavailable, match="no instance serves pool shard 's0'"):
         await pool.fetch(CLAIMS)
     shards.serves = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 
-from forge.core.errors import FailedPrecondition, NotFound, StaleFence
+from forge.core.errors import FailedPrecondition, NotFound, StaleFence, Unavailable
 from forge.core.queue.groups import FREED
 from forge.v1 import common_pb2
 from services.pool.data.commands import PutGroups, SetGroupStates
@@ -79,13 +79,22 @@ def _tombstones_of_freed(
             continue  # An orphan has a state only; `_is_new_state` refuses it.
         stored = intact_state(records, task_id)
         if stored is not None and stored.freed_unix_s and not is_erased(records, task_id):
-            check_not_moved(records, task_id)
+            _check_not_moved(records, task_id)
             found[task_id] = common_pb2.GroupRecord(
                 state=common_pb2.GROUP_STATE_TOMBSTONED,
                 reason=FREED,
                 freed_unix_s=stored.freed_unix_s,
             )
     return found
+
+
+def _check_not_moved(records: Records, task_id: str) -> None:
+    """Raises `Unavailable` for a group that moved away: the leader sends its state to the other
+    shard next."""
+    try:
+        check_not_moved(records, task_id)
+    except FailedPrecondition as error:
+        raise Unavailable(str(error)) from None
 
 
 def _is_half_freed(records: Records, task_id: str) -> bool:
@@ -104,7 +113,7 @@ def _is_new_state(
     key = group_key(task_id)
     if not records.has(Table.GROUPS, key):
         raise NotFound(f"group {task_id} is not on this shard")
-    check_not_moved(records, task_id)
+    _check_not_moved(records, task_id)
     stored = intact_state(records, task_id)
     if not past_damage:
         if stored is None:

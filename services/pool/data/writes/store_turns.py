@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from forge.core.errors import Conflict, FailedPrecondition, ForgeError, Unavailable
+from forge.core.errors import Conflict, FailedPrecondition, ForgeError
 from forge.v1 import common_pb2
 from services.pool.data.commands import NewTurn
 from services.pool.data.removal.freeing import check_not_freed
@@ -40,7 +40,7 @@ def _attempt_turn(records: Records, turn: NewTurn) -> ForgeError | None:
 
 def _append_turn(records: Records, turn: NewTurn) -> None:
     trajectory = trajectory_key(turn.trajectory)
-    _check_not_moved(records, turn.trajectory.task_id)
+    check_not_moved(records, turn.trajectory.task_id)
     header = header_of(records, trajectory)
     check_not_freed(records, turn.trajectory, header)
     key = turn_key(trajectory, turn.head.turn_index)
@@ -60,15 +60,6 @@ def _append_turn(records: Records, turn: NewTurn) -> None:
             f"{turn.head.turn_index}"
         )
     records.put(Table.TURNS, key, encode_turn_head(turn.head), turn.serialized)
-
-
-def _check_not_moved(records: Records, task_id: str) -> None:
-    """Raises FailedPrecondition for a group that moved away. A gateway repeats a turn until a
-    permanent refusal; groups move without leased attempts, so the turn is of one that is over."""
-    try:
-        check_not_moved(records, task_id)
-    except Unavailable as error:
-        raise FailedPrecondition(str(error)) from None
 
 
 def _same_turn(stored: bytes, sent: bytes) -> bool:

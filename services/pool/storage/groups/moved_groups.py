@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-from forge.core.errors import Unavailable
+from forge.core.errors import FailedPrecondition
 from forge.v1 import common_pb2
 from services.pool.storage.groups.group_records import intact_state
 from services.pool.storage.records import Records
@@ -37,8 +37,9 @@ def is_moved(records: Records, task_id: str) -> bool:
 
 
 def check_not_moved(records: Records, task_id: str) -> None:
-    """Raises Unavailable for a group that moved away."""
+    """Raises FailedPrecondition for a group that moved away. Groups move without leased attempts:
+    the write is late, and must not be repeated here."""
     if is_moved(records, task_id):
         state = intact_state(records, task_id)
         where = state.reason if state is not None else "another"
-        raise Unavailable(f"group {task_id} moved to pool shard {where}")
+        raise FailedPrecondition(f"group {task_id} moved to pool shard {where}")
