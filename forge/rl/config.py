@@ -58,7 +58,8 @@ class OptimizerConfig:
     """Course of the learning rate after the warm-up; linear and cosine fall towards 0 at the last
     step, and stay at a tenth once they reach it."""
     warmup_steps: Count = 0
-    """Updates over which the learning rate rises linearly to its full value."""
+    """Updates over which the learning rate rises linearly to its full value; a batch counts as
+    mini_batches times passes_per_batch."""
     adam_beta1: Annotated[float, Meta(ge=0, le=0.9999)] = 0.9
     """Decay of the gradient mean."""
     adam_beta2: Annotated[float, Meta(ge=0, le=0.999999)] = 0.95
@@ -328,6 +329,11 @@ class LearnerConfig:
     """Most tokens in one forward pass; gradients of several passes are accumulated."""
     token_budget_floor: int = 256
     """Lower bound of the budget, which is halved when memory runs out."""
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Updates on a batch that has as many groups as mini-batches."""
+        return self.passes_per_batch * self.mini_batches
 
     def rate(self, update: int) -> float:
         """Learning rate of an update, counted from 0."""

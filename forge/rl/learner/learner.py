@@ -63,6 +63,9 @@ class Learner:
         self._served = served
         self.steps = 0
         """Optimizer steps taken so far."""
+        self._position = 0
+        """Place in the learning-rate schedule. A batch counts as all of its updates, also one with
+        fewer groups than mini-batches: the schedule ends with the last batch."""
         self._share = Share(trees=())
         self._compares_replay = False
         """The next gradient compares log-probs with and without replay."""
@@ -108,6 +111,7 @@ class Learner:
         of the samples whose token values are returned.
         """
         began, before = time.perf_counter(), self.steps
+        due = self._position + self.config.updates_per_batch
         first, *rest = plan.updates
         self._compares_replay = self._due_to_compare()
         parts = [self._gradient(first, weight_version)]
@@ -122,6 +126,8 @@ class Learner:
                 self._smaller(max(rest, key=lambda one: one.largest_tree))
         if not skipped and not cut_short:
             cut_short = self._later_updates(parts, fixed, weight_version)
+        if not skipped:
+            self._position = due
         self._optimizer.zero_grad()
         frozen = [one for part in parts for one in part.frozen]
         stats = [one for part in parts for one in part.stats]
@@ -200,9 +206,9 @@ class Learner:
 
     def _due_to_compare(self) -> bool:
         """Whether this batch has the first update of an interval, which is in batches."""
-        each = self.config.mini_batches * self.config.passes_per_batch
+        each = self.config.updates_per_batch
         every = self.config.compare_replay_every * each
-        return self.policy.replay is not None and every > 0 and -self.steps % every < each
+        return self.policy.replay is not None and every > 0 and -self._position % every < each
 
     def _smaller(self, plan: BatchPlan) -> BatchPlan | None:
         """`TokenBudget.lower`, with the memory of the gradients."""
@@ -332,6 +338,7 @@ class Learner:
         return {
             "optimizer": self._optimizer.state_dict(),
             "steps": self.steps,
+            "position": self._position,
             **random_state(self.policy.device),
             "critic": self._critic.head.state_dict() if self._critic else {},
             "mtp": self.mtp.state_dict() if self.mtp else {},
@@ -363,6 +370,8 @@ class Learner:
             self.mtp.load_state_dict(state["mtp"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
+        # A checkpoint of an earlier release counts updates alone.
+        self._position = state.get("position", self.steps)
         set_random_state(state, self.policy.device)
 
     def _update(self, loss: float) -> tuple[float, str]:
@@ -371,8 +380,9 @@ class Learner:
         grad_norm = clip_gradients(parameters, largest)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return grad_norm, f"loss {loss}, gradient norm {grad_norm}"
-        self._optimizer.step(self.config.rate(self.steps))
+        self._optimizer.step(self.config.rate(self._position))
         if self.mtp is not None:
-            self.mtp.step(self.config.rate_share(self.steps))
+            self.mtp.step(self.config.rate_share(self._position))
         self.steps += 1
+        self._position += 1
         return grad_norm, ""

@@ -18,6 +18,7 @@ from forge.rl.config import LearnerConfig, MtpConfig, ObjectiveConfig, Optimizer
 from forge.rl.learner.learner import Learner
 from forge.rl.learner.mini_batches import mini_batches
 from forge.rl.model.policy import TreePolicy
+from forge.rl.optimizers import Optimizers
 from tests.support.rl.models import make_sample, tiny_model
 from tests.support.rl.per_sample import columns_of
 from tests.support.rl.short_memory import NO_MACHINE_HAS, memory_for
@@ -179,6 +180,37 @@ def test_short_memory_in_a_later_mini_batch(old: str, monkeypatch: pytest.Monkey
     else:
         assert (result.updates, result.memory_retries) == (1, 0) and result.cut_short
     assert one.budget.tokens < 64
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_schedule_ends_with_the_last_batch_also_of_few_groups(
+    resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups make two of four mini-batches; the rates of the updates that do not happen are
+    left out."""
+    config = LearnerConfig(
+        optimizer=OptimizerConfig(learning_rate=1.0, learning_rate_schedule="linear"),
+        mini_batches=4,
+        passes_per_batch=1,
+        total_updates=12,
+    )
+    rates: list[float] = []
+    step = Optimizers.step
+
+    def noted(optimizers: Optimizers, rate: float) -> None:
+        rates.append(rate)
+        step(optimizers, rate * 1e-3)
+
+    monkeypatch.setattr(Optimizers, "step", noted)
+    one = Learner(TreePolicy(tiny_model("qwen3", torch.float32)), config)
+    few = [sample for sample in samples() if sample.group < 2]
+    for batch in (samples(), few, few):
+        result = one.step(one.plan(batch), weight_version=1)
+        assert result.updates == (4 if batch is not few else 2)
+        if resumed:
+            state, one = one.state_dict(), Learner(one.policy, config)
+            one.load_state_dict(deepcopy(state))
+    assert rates == [config.rate(update) for update in (0, 1, 2, 3, 4, 5, 8, 9)]
 
 
 def test_short_memory_for_the_old_log_probs_leaves_one_update() -> None:
