@@ -13,10 +13,10 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from forge.client.scheduler import leads
-from forge.core.errors import ForgeError, NotFound, Unavailable
+from forge.core.errors import DeadlineExceeded, ForgeError, NotFound, Unavailable
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.rpc.remote import Remote
@@ -29,6 +29,8 @@ from services.trainer.samples.samples import BatchSamples
 
 _CALL_S = 30.0
 _LEASE_WAIT_S = 5.0
+LATE_S = 1.0
+"""After the end of the wait for groups of a refill, for the answer."""
 _HURRIED_S = 3.0
 """Longest duration of a call once the process is stopping."""
 
@@ -252,8 +254,8 @@ class BatchSource:
         held: Sequence[Claim] = (),
         until_s: float = math.inf,
     ) -> scheduler_pb2.LeaseBatchResponse | None:
-        """A batch, or None if there is none by `until_s` of the loop's clock. `held` are claims of
-        the batch that it is for."""
+        """A batch, or None if there is none by `until_s` of the loop's clock, also if the scheduler
+        does not answer. `held` are claims of the batch that it is for."""
         loop = asyncio.get_running_loop()
         while True:
             request = scheduler_pb2.LeaseBatchRequest(
@@ -265,9 +267,16 @@ class BatchSource:
                     for claim in (*self._taken.values(), *held)
                 ],
             )
-            answer: scheduler_pb2.LeaseBatchResponse = await self._call("LeaseBatch", request)
+            try:
+                async with asyncio.timeout_at(until_s + LATE_S if until_s < math.inf else None):
+                    answer = await self._call("LeaseBatch", request)
+            except (Unavailable, DeadlineExceeded, TimeoutError) as error:
+                if until_s == math.inf or self._hurried.is_set():
+                    raise
+                log.warning("refill_ended", error=str(error) or "no answer in time")
+                return None
             if answer.batch_id:
-                return answer
+                return cast(scheduler_pb2.LeaseBatchResponse, answer)
             if loop.time() >= until_s:
                 return None
 
