@@ -21,6 +21,7 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError
 from forge.runtime.concurrency.tasks import cancel_and_wait
+from forge.runtime.process.bind_errors import bind_reason
 from forge.runtime.telemetry import log
 from services.gateway.http.listener.socket_handover import SocketHandover
 from services.gateway.metrics import SHARED_CONNECTIONS
@@ -84,7 +85,7 @@ class SharedPort:
             )
         except OSError as error:
             raise ConfigError(
-                f"http.shared_port = {port}: {host}:{port} cannot be bound: {error.strerror}"
+                f"http.shared_port = {port}: {host}:{port} cannot be bound: {bind_reason(error)}"
             ) from None
         self._listener.setblocking(False)
         bound: int = self._listener.getsockname()[1]

@@ -1,0 +1,34 @@
+"""A port that cannot be bound: the reason has no address, which the error names once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from forge.runtime.process.bind_errors import bind_reason
+
+IN_USE = "Address already in use"
+
+
+async def listen(host: str, port: int) -> None:
+    await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+
+
+async def test_reason_of_a_port_in_use_has_no_address() -> None:
+    """asyncio and the socket module each put it into the text."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        host, port = taken.getsockname()
+        with pytest.raises(OSError, match=r"127\.0\.0\.1") as caught:
+            await listen(host, port)
+        assert bind_reason(caught.value) == IN_USE
+        with pytest.raises(OSError, match=r"127\.0\.0\.1") as caught:
+            socket.create_server((host, port))
+        assert bind_reason(caught.value) == IN_USE
+
+
+def test_reason_of_an_unknown_host_is_its_text() -> None:
+    """Its number is that of the resolver, not of the system."""
+    error = socket.gaierror(-2, "Name or service not known (while attempting to bind on address x)")
+    assert bind_reason(error) == "Name or service not known"
