@@ -312,7 +312,7 @@ def begin_scan(
     ):
         settled, scan = bounded
         begin.settled.CopyFrom(settled)
-    return begin, scan if since.task_ids is None else store.scan_tasks(since.task_ids)
+    return begin, scan if since.task_ids is None else store.scan_changed(since.task_ids)
 
 
 def _together(

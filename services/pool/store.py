@@ -237,6 +237,11 @@ class PoolStore:
         """The groups of tasks, in brief; tasks without one are skipped."""
         return TaskScan(self.read, task_ids)
 
+    def scan_changed(self, task_ids: Sequence[TaskId]) -> TaskScan:
+        """The groups of changed tasks, in brief; one that is not stored counts as moved: the copy
+        of an import may have been discarded."""
+        return TaskScan(self.read, task_ids, absent=True)
+
     def scan_erased(self, task_ids: Sequence[TaskId] | None) -> ErasedScan:
         """The erased groups among tasks, or all."""
         return ErasedScan(self.read, task_ids)

@@ -119,9 +119,11 @@ def groups_by_record(records: Records, *, task_ids: Sequence[TaskId], brief: boo
 class TaskScan:
     """The groups of tasks, in brief."""
 
-    def __init__(self, read: Read, task_ids: Sequence[TaskId]) -> None:
+    def __init__(self, read: Read, task_ids: Sequence[TaskId], *, absent: bool = False) -> None:
+        """`absent`: tasks without a group count as moved, else they are skipped."""
         self._read = read
         self._left = task_ids
+        self._absent = absent
 
     def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
         """The next groups, as in the other scans; None at the end."""
@@ -129,7 +131,11 @@ class TaskScan:
             return None
         page, taken = self._read(
             lambda records: reads.groups_of(
-                records, self._left, limit=limit, limit_bytes=limit_bytes
+                records,
+                self._left,
+                limit=limit,
+                limit_bytes=limit_bytes,
+                absent=self._absent,
             )
         )
         self._left = self._left[taken:]

@@ -152,16 +152,20 @@ def scanned_group(records: Records, task_id: str, *, brief: bool) -> pool_pb2.Sc
 
 
 def groups_of(
-    records: Records, task_ids: Sequence[str], *, limit: int, limit_bytes: int
+    records: Records, task_ids: Sequence[str], *, limit: int, limit_bytes: int, absent: bool
 ) -> tuple[list[pool_pb2.ScanGroupsResponse], int]:
     """The groups of the first tasks, in brief, until one of the limits is reached, and the number
-    of tasks read; tasks without a group are skipped."""
+    of tasks read. Tasks without a group are skipped; with `absent` they count as moved."""
     page: list[pool_pb2.ScanGroupsResponse] = []
     size_bytes = 0
     for taken, task_id in enumerate(task_ids):
         if taken >= limit or size_bytes >= limit_bytes:
             return page, taken
         if not records.has(Table.GROUPS, group_key(task_id)):
+            if absent:
+                gone = common_pb2.GroupRecord(state=common_pb2.GROUP_STATE_MOVED)
+                gone.task.task_id = task_id
+                page.append(pool_pb2.ScanGroupsResponse(group=gone))
             continue
         try:
             group = _stored_group(records, task_id)

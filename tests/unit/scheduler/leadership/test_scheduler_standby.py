@@ -15,6 +15,7 @@ from forge.core.errors import FailedPrecondition, Unavailable
 from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import store as store_module
+from services.pool.data.commands import DiscardCopy
 from services.pool.store import PoolStore
 from services.scheduler.leadership import standby
 from services.scheduler.leadership.recovery import register_shards
@@ -22,7 +23,7 @@ from services.scheduler.leadership.standby import ShardCopies
 from services.scheduler.shards.pool_shards import ShardScans
 from services.scheduler.state.stored_group import StoredGroup
 from tests.support.pool.records import make_group, make_reward
-from tests.support.pool.store import change, put_groups, reward, seal, set_states
+from tests.support.pool.store import change, commit, put_groups, reward, seal, set_states
 from tests.support.runtime.waiting import until
 from tests.support.scheduler.standby import StoreScans
 
@@ -56,6 +57,15 @@ async def test_standby_scans_only_changed_groups(scans: StoreScans) -> None:
     await copies.refresh("s0", count=True)
     assert scans.sent == [3, 0, 2, 0, 0]
     assert names(copies.hand_over(["s0"]).groups) == ["a", "b", "c", "d"]
+
+
+async def test_discarded_copy_of_an_import_leaves_the_standby(scans: StoreScans) -> None:
+    """A later leader would have the group of an aborted move twice: here, and at its source."""
+    copies = ShardCopies(scans, most_settled=99)
+    await copies.refresh("s0")
+    commit(scans.stores["s0"], DiscardCopy(task_id="b", fence=1))
+    await copies.refresh("s0", count=True)
+    assert names(copies.hand_over(["s0"]).groups) == ["a", "c"]
 
 
 async def test_shard_of_another_process_is_scanned_whole(scans: StoreScans, tmp_path: Path) -> None:
