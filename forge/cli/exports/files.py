@@ -6,6 +6,7 @@ ROW_GROUP_BYTES, or one row if that is larger.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,8 +53,8 @@ def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[RowWriter[Row]]:
     """Opens a new file; its suffix selects the encoding.
 
     The file gets its name when it is complete and on the disk. Raises `InvalidArgument` for another
-    suffix, `FailedPrecondition` when the file exists, `NotFound` when the encoding needs a package
-    that is not installed.
+    suffix, `FailedPrecondition` when the file exists or another export writes it, `NotFound` when
+    the encoding needs a package that is not installed.
     """
     if path.suffix not in SUFFIXES:
         raise InvalidArgument(f"{path} must end with one of {', '.join(SUFFIXES)}")
@@ -62,18 +63,38 @@ def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[RowWriter[Row]]:
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
-            parquet = path.suffix == ".parquet"
-            writer: RowWriter[Row] = Parquet(file, rows) if parquet else JsonLines(file, rows)
-            yield writer
-            writer.close()
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        with unfinished.open("ab") as file:
+            _lock(file, path, unfinished)
+            try:
+                # An export that was killed may have left rows.
+                file.truncate(0)
+                file.seek(0)
+                parquet = path.suffix == ".parquet"
+                writer: RowWriter[Row] = Parquet(file, rows) if parquet else JsonLines(file, rows)
+                yield writer
+                writer.close()
+                file.flush()
+                os.fsync(file.fileno())
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise ResourceExhausted(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+
+
+def _lock(file: BinaryIO, path: Path, unfinished: Path) -> None:
+    """Raises `FailedPrecondition` if another export writes the file: their rows would mix."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FailedPrecondition(f"another export writes {path}: name another file") from None
+    try:
+        ours = os.path.samestat(unfinished.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        ours = False
+    if not ours:
+        # The other one ended in between, and this is its file.
+        raise FailedPrecondition(f"another export wrote {path}: name another file")
 
 
 class JsonLines(Generic[Row]):

@@ -24,7 +24,7 @@ from forge.cli.exports.token_rows import TokenRow, TokenRows, token_rows
 from forge.client.group_credit import turn_advantages
 from forge.client.stored.conversations import StoredConversation, conversations
 from forge.core.conversation.messages import Message
-from forge.core.errors import InvalidArgument
+from forge.core.errors import FailedPrecondition, InvalidArgument
 from forge.core.token_columns import float32_array, float32_bytes, int32_array
 from forge.v1 import common_pb2 as pb
 from tests.support.gateway.chat_templates import make_tokenizer
@@ -314,6 +314,26 @@ def test_interrupted_export_leaves_no_file(tmp_path: Path) -> None:
             writer.add(rows[0])
             raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_two_exports_do_not_mix_in_one_file(tmp_path: Path, suffix: str) -> None:
+    """The later one is refused; the file has the rows of the first one, and none of a third that
+    was killed before."""
+    path = tmp_path / f"both{suffix}"
+    path.with_name(f".{path.name}.unfinished").write_bytes(b"rows of a killed export")
+    rows, _ = token_rows(pb.Trajectory(turns=[make_turn()]), [1.0], None)
+    with export_file(path, TokenRows()) as first:
+        first.add(rows[0])
+        with (
+            pytest.raises(FailedPrecondition, match="another export writes"),
+            export_file(path, TokenRows()),
+        ):
+            pass
+        first.add(rows[0])
+    found = parquet.read_table(path).to_pylist() if suffix == ".parquet" else path.open()
+    assert len(list(found)) == 2
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_row_groups_bound_the_memory_of_parquet(
