@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -33,6 +32,7 @@ from forge.runtime.security.tokens import Keyring
 from forge.runtime.telemetry import configure_logging
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2_grpc as rpc
+from services.inference.config import InferenceConfig
 from services.inference.engines.base import Probe
 from services.inference.worker.weights.follower import WeightFollower
 from services.trainer.published.local_ways import LocalWays
@@ -190,12 +190,8 @@ class _Engine:
 async def _follow(pipe: Connection, etcd: str, cluster: str, name: str, directory: str) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
     server = RpcServer(service="inference", host="127.0.0.1", port=0, security=security())
-    config = SimpleNamespace(
-        instance_id=name,
-        serving_group="",
-        weights_dir=directory,
-        weight_silence_s=60.0,
-        lease_ttl_s=30.0,
+    config = InferenceConfig(
+        instance_id=name, weights_dir=directory, weight_silence_s=60.0, lease_ttl_s=30.0
     )
     context = ServiceContext(
         config=config,
