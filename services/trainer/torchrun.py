@@ -29,6 +29,7 @@ from forge.runtime.process.child_processes import dying_with_parent
 from forge.runtime.process.startup import CANNOT_START
 from forge.runtime.settings.reader import load
 from services.trainer.config import TrainerConfig
+from services.trainer.host_meeting import NAME, use_meeting
 from services.trainer.torchrun_rank import END_S, as_rank
 
 _SEPARATOR = "--"
@@ -98,16 +99,16 @@ def _checked(options: Any, settings: Sequence[str]) -> TrainerConfig:
     # In torch's own store, a host that joins later waits for an address that the first host stores
     # in its first round alone (torch 2.13). Now rank 0 has a store for the ranks of each round.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    use_meeting()
+    options.rdzv_backend = NAME
     return config
 
 
 def _check_elastic(options: Any) -> None:
     """Raises `ConfigError` for options with which hosts of a changing number cannot meet."""
     said = f"--nnodes {options.nnodes} is not allowed "
-    if options.rdzv_backend == "static":
-        raise ConfigError(
-            f"{said}with --rdzv-backend static, which has a fixed number of hosts; set c10d"
-        )
+    if options.rdzv_backend != "c10d":
+        raise ConfigError(f"{said}with --rdzv-backend {options.rdzv_backend}; set c10d")
     if not options.rdzv_endpoint:
         raise ConfigError(f"{said}without --rdzv-endpoint: every host would start alone")
 

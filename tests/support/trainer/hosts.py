@@ -12,18 +12,22 @@ import psutil
 from forge.runtime.process.child_processes import ProcessEvent, ProcessSpec, ProcessSupervisor
 from forge.runtime.process.ports import free_ports
 
-ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")
 _ENTER = 'hostname "$1" && mount --bind "$0" /etc/hosts && shift && exec "$@"'
 
 
 class Hosts:
     """`services.trainer.torchrun` on each host, started again like units of systemd."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], *, nodes: str = "2") -> None:
-        """`nodes`: their number, or MIN:MAX for a group that continues with fewer."""
+    def __init__(
+        self, folder: Path, settings: Sequence[str], *, nodes: str = "2", directory: bool = False
+    ) -> None:
+        """`nodes`: their number, or MIN:MAX for a group that continues with fewer. `directory`:
+        these meet in a directory, and not at host 0."""
         self._folder = folder
         self._settings = settings
         self._nodes = nodes
+        self._directory = directory
         self._port = str(free_ports(1)[0])
         hosts = range(len(ADDRESSES))
         self._supervisors = {host: ProcessSupervisor(on_event=self._heard) for host in hosts}
@@ -69,6 +73,8 @@ class Hosts:
         # On loopback every process finds itself to be the host of the endpoint.
         conf = f"is_host={int(host == 0)},last_call_timeout=5"
         endpoint = f"{ADDRESSES[0]}:{self._port}"
+        if self._directory:
+            endpoint = str(self._folder / "meeting")
         return (*("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint), "--rdzv-conf", conf)
 
     async def stop(self) -> None:
