@@ -83,6 +83,18 @@ class OutputFormat(Protocol):
         """Write the calls as the model does; the parser reads the same calls back."""
 
 
+class NamedFirst:
+    """Base of the formats with the tool's name as plain text before the arguments."""
+
+    around_name: tuple[str, str]
+    """Texts before and after the name."""
+
+    def opening(self, tool: str | None) -> str:
+        """Return the text that forces a call of `tool` (None: any tool)."""
+        before, after = self.around_name
+        return before if tool is None else before + tool + after
+
+
 @runtime_checkable
 class ElementFormat(Protocol):
     """A format with each argument as an unescaped text between tags."""

@@ -19,7 +19,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from forge.core.formats.base import CallDelta, Delta, Parser, ReasoningDelta, TextDelta, Tools
+from forge.core.formats.base import (
+    CallDelta,
+    Delta,
+    NamedFirst,
+    Parser,
+    ReasoningDelta,
+    TextDelta,
+    Tools,
+)
 from forge.core.formats.parsers.calls import MalformedCall, call_of, outside_strings, read_json_at
 from forge.core.formats.parsers.tags import first_tag, held_back
 
@@ -149,7 +157,7 @@ class HarmonyParser:
         self.error = self.error or error
 
 
-class HarmonyFormat:
+class HarmonyFormat(NamedFirst):
     """gpt-oss."""
 
     name = "harmony"
@@ -157,6 +165,7 @@ class HarmonyFormat:
     takes_tools = True
     reads_channels = True
     """The parser reads complete answers: reasoning, content and calls."""
+    around_name = f"{CHANNEL}commentary to={_FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}"
 
     @property
     def marks(self) -> frozenset[str]:
@@ -166,11 +175,6 @@ class HarmonyFormat:
     def parser(self, tools: Tools = ()) -> Parser:
         """Return a parser for one answer; without tools, calls are content."""
         return HarmonyParser(calls=bool(tools))
-
-    def opening(self, tool: str | None) -> str:
-        """Return the text that forces a call of `tool`."""
-        begun = f"{CHANNEL}commentary to={_FUNCTIONS}"
-        return begun if tool is None else f"{begun}{tool} {CONSTRAIN}json{MESSAGE}"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from forge.core.formats.base import CallDelta, Parser, Tools
+from forge.core.formats.base import CallDelta, NamedFirst, Parser, Tools
 from forge.core.formats.hermes import read_call, write_call
 from forge.core.formats.parsers.blocks import Block, BlockParser
 from forge.core.formats.parsers.calls import MalformedCall, call_of, outside_strings, read_json
@@ -46,21 +46,18 @@ class MistralFormat:
         return f"{CALLS}[{', '.join(write_call(call) for call in calls)}]"
 
 
-class MistralV11Format:
+class MistralV11Format(NamedFirst):
     """Mistral from tokenizer v11 on: Small 3.2, Magistral, Devstral, Ministral 3."""
 
     name = "mistral_v11"
     marks = frozenset({CALLS, ARGS, CALL_ID})
     signs: tuple[str, ...] = (CALLS, ARGS)
     takes_tools = True
+    around_name = CALLS, ARGS
 
     def parser(self, tools: Tools = ()) -> Parser:
         """Return a parser for one answer."""
         return BlockParser(Block(open=CALLS, close="", read=_read_named, complete=outside_strings))
-
-    def opening(self, tool: str | None) -> str:
-        """Return the text that forces a call of `tool`."""
-        return CALLS if tool is None else f"{CALLS}{tool}{ARGS}"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""

@@ -22,12 +22,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from forge.core.formats.base import CallDelta, Parser, Tools
+from forge.core.formats.base import CallDelta, NamedFirst, Parser, Tools
 from forge.core.formats.parsers.blocks import Block, BlockParser
 from forge.core.formats.parsers.calls import MalformedCall, call_of, outside_strings, read_json_at
 
 
-class SectionFormat:
+class SectionFormat(NamedFirst):
     """Base of the formats with sections."""
 
     name: str
@@ -87,14 +87,10 @@ class DeepSeekV31Format(SectionFormat):
     begin, end = _token("tool calls begin"), _token("tool calls end")
     call_begin, call_end = _token("tool call begin"), _token("tool call end")
     separator = _token("tool sep")
+    around_name = begin + call_begin, separator
     signs: tuple[str, ...] = (separator,)
     before = re.compile(rf"\s*{call_begin}(?P<name>[^<\n]+){separator}")
     behind = re.compile(rf"\s*{call_end}\s*")
-
-    def opening(self, tool: str | None) -> str:
-        """Return the text that forces a call of `tool`."""
-        begun = self.begin + self.call_begin
-        return begun if tool is None else f"{begun}{tool}{self.separator}"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""
@@ -109,17 +105,13 @@ class DeepSeekV3Format(DeepSeekV31Format):
     """DeepSeek V3 and R1."""
 
     name = "deepseek_v3"
+    around_name = "function".join(DeepSeekV31Format.around_name), "\n```json\n"
     signs: tuple[str, ...] = (DeepSeekV31Format.separator, "```json")
     before = re.compile(
         rf"\s*{DeepSeekV31Format.call_begin}function{DeepSeekV31Format.separator}"
         r"(?P<name>[^\n]+)\n```json\n"
     )
     behind = re.compile(rf"\s*```\s*{DeepSeekV31Format.call_end}\s*")
-
-    def opening(self, tool: str | None) -> str:
-        """Return the text that forces a call of `tool`."""
-        begun = f"{self.begin}{self.call_begin}function{self.separator}"
-        return begun if tool is None else f"{begun}{tool}\n```json\n"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""
@@ -138,6 +130,7 @@ class KimiFormat(SectionFormat):
     begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     call_begin, call_end = "<|tool_call_begin|>", "<|tool_call_end|>"
     separator = "<|tool_call_argument_begin|>"
+    around_name = f"{begin}{call_begin}functions.", f":0{separator}"
     signs: tuple[str, ...] = (call_begin,)
     before = re.compile(
         rf"\s*{re.escape(call_begin)}\s*"
@@ -145,11 +138,6 @@ class KimiFormat(SectionFormat):
         rf"{re.escape(separator)}"
     )
     behind = re.compile(rf"\s*{re.escape(call_end)}\s*")
-
-    def opening(self, tool: str | None) -> str:
-        """Return the text that forces a call of `tool`."""
-        begun = f"{self.begin}{self.call_begin}functions."
-        return begun if tool is None else f"{begun}{tool}:0{self.separator}"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""

@@ -30,12 +30,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from forge.core.formats.base import CallDelta, Parser, Tools
+from forge.core.formats.base import CallDelta, NamedFirst, Parser, Tools
 from forge.core.formats.parsers.blocks import Block, BlockParser
 from forge.core.formats.parsers.calls import MalformedCall, call_of, typed_arguments, untyped
 
 
-class XmlFormat:
+class XmlFormat(NamedFirst):
     """Base of the formats with elements."""
 
     name: str
@@ -100,6 +100,7 @@ class Qwen3CoderFormat(XmlFormat):
 
     name = "qwen3_coder"
     begin, end = "<tool_call>", "</tool_call>"
+    around_name = f"{begin}\n<function=", ">\n"
     signs: tuple[str, ...] = (begin, "<function=")
     inner = ("<function=",)
     argument_begin, argument_end = "<parameter=", "</parameter>"
@@ -112,11 +113,6 @@ class Qwen3CoderFormat(XmlFormat):
         r"(?=\s*(?:<parameter=|\Z))\s*",
         re.DOTALL,
     )
-
-    def opening(self, tool: str | None) -> str:
-        """Return the text that forces a call of `tool`."""
-        begun = f"{self.begin}\n<function="
-        return begun if tool is None else f"{begun}{tool}>\n"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""
@@ -137,6 +133,7 @@ class GlmFormat(XmlFormat):
     name = "glm"
     begin, end = "<tool_call>", "</tool_call>"
     signs: tuple[str, ...] = (begin, "<arg_key>")
+    around_name = begin, "\n"
     inner = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     argument_begin, argument_end = "<arg_value>", "</arg_value>"
     call = re.compile(r"\s*(?P<name>[^<>{}\"\s]+)\s*(?P<arguments>(?:<arg_key>.*)?)\Z", re.DOTALL)
@@ -150,10 +147,6 @@ class GlmFormat(XmlFormat):
     def marks(self) -> frozenset[str]:
         """Return the tags of blocks and arguments."""
         return frozenset((self.begin, self.end, *self.inner))
-
-    def opening(self, tool: str | None) -> str:
-        """Return the text that forces a call of `tool`."""
-        return self.begin if tool is None else f"{self.begin}{tool}\n"
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""
@@ -173,6 +166,7 @@ class MiniMaxFormat(XmlFormat):
 
     name = "minimax_m2"
     begin, end = "<minimax:tool_call>", "</minimax:tool_call>"
+    around_name = f'{begin}\n<invoke name="', '">\n'
     signs: tuple[str, ...] = (begin,)
     inner = ("<invoke name=",)
     argument_begin, argument_end = "<parameter name=", "</parameter>"
@@ -186,11 +180,6 @@ class MiniMaxFormat(XmlFormat):
         r"(?=\s*(?:<parameter name=|\Z))\s*",
         re.DOTALL,
     )
-
-    def opening(self, tool: str | None) -> str:
-        """Return the text that forces a call of `tool`."""
-        begun = f'{self.begin}\n<invoke name="'
-        return begun if tool is None else f'{begun}{tool}">\n'
 
     def write(self, calls: Sequence[CallDelta]) -> str:
         """Write the calls as the model does."""
