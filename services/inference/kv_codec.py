@@ -135,20 +135,7 @@ class SpanAssembler:
         if array.name == _EXPERTS:
             self._end = replace(self._end, routes=array.data)
             return None
-        end = self.take_end()
-        return KvSpan(
-            from_token=response.from_token,
-            tokens=response.tokens,
-            version=response.weight_version,
-            dtype=array.dtype,
-            shape=array.shape,
-            data=array.data,
-            last_state=read_state(response),
-            fingerprint=response.model_fingerprint,
-            first=read_first(response),
-            recurrent=end.recurrent,
-            routes=end.routes,
-        )
+        return _span(response, array, array.data, self.take_end())
 
 
 def _read_block(data: bytes) -> KvSpan:
@@ -184,12 +171,21 @@ def write_shared_span(span: KvSpan, *, name: str, checksum: int) -> FetchKvRespo
 
 def read_shared_span(response: FetchKvResponse, data: memoryview, end: PromptEnd) -> KvSpan:
     """Decode a span with this data. Raises DataLoss as `read_state`."""
+    return _span(response, response.shared, data, end)
+
+
+def _span(
+    response: FetchKvResponse,
+    form: NamedTensor | SharedKv,
+    data: bytes | memoryview,
+    end: PromptEnd,
+) -> KvSpan:
     return KvSpan(
         from_token=response.from_token,
         tokens=response.tokens,
         version=response.weight_version,
-        dtype=response.shared.dtype,
-        shape=tuple(response.shared.shape),
+        dtype=form.dtype,
+        shape=tuple(form.shape),
         data=data,
         last_state=read_state(response),
         fingerprint=response.model_fingerprint,
