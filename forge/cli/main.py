@@ -17,6 +17,7 @@ from forge.cli.credentials.certs import certs_app
 from forge.cli.credentials.etcd import etcd_app
 from forge.cli.credentials.token import token_app
 from forge.cli.deploy.command import deploy_app
+from forge.cli.help_pages import join_lines
 from forge.cli.local_run.run_options import OF_CAMPAIGN, Root, RunOptions, Seed
 from forge.cli.options import SystemOptions, duration_s, with_options
 from forge.cli.pool.command import pool_app
@@ -62,7 +63,12 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Trains any LLM agent by reinforcement learning. Start with [bold]forge run[/bold]."""
+    """Trains any LLM agent by reinforcement learning.
+
+    Start with [bold]forge run[/bold], which trains a small model in minutes. [bold]forge up[/bold]
+    starts the services for your own agent and tasks. [bold]forge COMMAND --help[/bold] has the
+    options of a command.
+    """
 
 
 @app.command()
@@ -72,6 +78,8 @@ def run(options: RunOptions) -> None:
 
     Starts every service as a separate process, measures held-out tasks, trains, measures
     again and stops everything. After an interruption the same command resumes the run.
+
+    To train your own agent on your own tasks, use [bold]forge up[/bold].
     """
     from forge.cli.local_run.training_run import train
 
@@ -83,7 +91,11 @@ def run(options: RunOptions) -> None:
 def up(options: RunOptions) -> None:
     """Start every service and keep them running until Ctrl-C.
 
-    Then submit your tasks with the client SDK, and point your agents at the gateway.
+    Then use further terminals. [bold]forge agents run --command PROGRAM[/bold] starts your agent
+    once per rollout, with the gateway's address in its environment.
+    [bold]forge queue submit TASKS.jsonl[/bold] submits tasks. [bold]forge status[/bold] and
+    [bold]forge top[/bold] show the run, [bold]forge model export[/bold] writes the trained model.
+    docs/agents.md has these steps in full.
     """
     from forge.cli.local_run.training_run import serve
 
@@ -370,6 +382,8 @@ def _model(name: str, seed: int, root: Path) -> None:
 
     finish(main, "Interrupted.")
 
+
+join_lines(app)
 
 if __name__ == "__main__":
     app()

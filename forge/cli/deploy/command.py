@@ -41,6 +41,8 @@ def init(
     try:
         with file.open("x") as new:
             new.write(example)
+    except FileExistsError:
+        raise InvalidArgument(f"{file} exists; name another file") from None
     except OSError as error:
         raise InvalidArgument(f"{file}: {error.strerror}") from None
     say(f"{file}: name your hosts, then forge deploy render --inventory {file} --out rendered")
@@ -79,7 +81,8 @@ def render(
     try:
         text = inventory.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"--inventory {str(inventory)!r}: {error}") from None
+        reason = getattr(error, "strerror", error)
+        raise InvalidArgument(f"--inventory {str(inventory)!r}: {reason}") from None
     release = metadata.version(DISTRIBUTION)
     private_folder(out)
     with locked(out):

@@ -40,6 +40,11 @@ FILE = "{tmp}/file"
         (("status", "--root", "{tmp}"), "{tmp} has no run"),
         (("status", "--etcd", "127.0.0.1:1"), "--etcd needs --key-file"),
         (("queue", "status", "--root", "{tmp}"), "{tmp} has no run"),
+        (("deploy", "init", FILE), "{tmp}/file exists; name another file"),
+        (
+            ("deploy", "render", "--inventory", "{tmp}/none", "--out", "{tmp}/new"),
+            "--inventory '{tmp}/none': No such file or directory\n",
+        ),
         (("run", "--seed", "x"), "--seed 'x' must be a whole number; see forge run --help"),
         (("run", "--steps", "0"), "--steps '0' must be at least 1; see forge run --help"),
         (("run", "--sed", "1"), "no such option: --sed (possible options: --etcd, --seed, "),
@@ -66,6 +71,14 @@ def test_command_line_mistake_is_one_line(
     assert ended.stderr.count("\n") == 1
     assert said.format(tmp=tmp_path) in ended.stderr
     assert not (tmp_path / "new" / "models").exists(), "weights take a minute"
+
+
+def test_help_wraps_paragraphs_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the line ends of the source, which leave ragged lines."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    shown = CliRunner().invoke(app, ["queue", "submit", "--help"]).stdout
+    assert "After an interruption the same command continues after the tasks that the pool" in shown
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_page_of_commands_has_code_in_place_of_the_terminals_markup() -> None:
     """`--help` shows commands in bold, and examples dim, by tags that Markdown does not know."""
     text = commands.page().text
     assert not re.search(r"\[/?(bold|dim)\]", text)
-    assert "the findings of\n`forge doctor`" in text
+    assert "the findings of `forge doctor`" in text
     assert "the file forge-&lt;service>:" in text, "a browser hides an unknown tag"
     assert "| \\[https://]host:port, separated by commas. |" in text
 
