@@ -80,4 +80,7 @@ if __name__ == "__main__":
     parser.add_argument("--tasks", type=int, default=8)
     parser.add_argument("--rollouts", type=int, default=2, help="rollouts per task")
     parser.add_argument("--train", action="store_true", help="train on them; does not wait")
-    asyncio.run(main(parser.parse_args()))
+    options = parser.parse_args()
+    if not (options.directory / "etcd.endpoints").exists():
+        parser.error(f"no `forge up` runs in {options.directory}; name the directory it printed")
+    asyncio.run(main(options))
