@@ -15,6 +15,7 @@ is corrected by the next look at all files, which comes before each eviction.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -42,6 +43,7 @@ LOCK_S = 2.0
 """Longest wait for the lock; then the block is dropped."""
 _LOCK_PAUSE_S = 0.002
 _SIZE_BYTES = 8
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _LockBusy(Exception):
@@ -74,20 +76,21 @@ class BlockDirectory:
         path = self._path(identity, chain)
         try:
             content = read_block(path, identity=identity, chain=chain)
-            if content is not None and time.time() - path.stat().st_mtime > _TOUCH_S:
-                os.utime(path)
         except BadBlock as error:
             BLOCKS.labels(error.defect).inc()
             log.warning("kv_block_refused", file=str(path), defect=error.defect)
             with suppress(OSError):
                 path.unlink()
             return None
-        except FileNotFoundError:
-            return None
         except OSError as error:
             BLOCKS.labels("failed").inc()
             log.warning("kv_block_not_read", file=str(path), error=str(error))
             return None
+        if content is not None:
+            # Evicted meanwhile, or only readable here: the content is good all the same.
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _TOUCH_S:
+                    os.utime(path)
         return content
 
     def write(self, identity: bytes, chain: bytes, content: bytes | memoryview) -> None:
@@ -107,6 +110,8 @@ class BlockDirectory:
         except OSError as error:
             BLOCKS.labels("failed").inc()
             log.warning("kv_block_not_written", file=str(path), error=str(error))
+            if error.errno in _NO_SPACE:
+                self._make_space()
         else:
             BLOCKS.labels("written").inc()
 
@@ -119,7 +124,10 @@ class BlockDirectory:
             if total is None or total + size > self._max_bytes:
                 total = self._evict(room=size)
             if total + size > self._max_bytes:
-                raise OSError(f"{total} bytes of unfinished blocks leave no room for one of {size}")
+                raise OSError(
+                    f"{total} bytes that are unfinished or cannot be removed leave no room for a "
+                    f"block of {size}"
+                )
             # The size first: if this process is killed now, it is too high, never too low.
             self._write_size(total + size)
             with unfinished.open("xb") as file:
@@ -135,33 +143,40 @@ class BlockDirectory:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.replace(path)
 
-    def _evict(self, *, room: int) -> int:
+    def _make_space(self) -> None:
+        """Evict a tenth of all blocks: the disk, or a quota, is full below the bound."""
+        with suppress(_LockBusy, OSError), self._locked():
+            self._write_size(self._evict(is_full=True))
+
+    def _evict(self, *, room: int = 0, is_full: bool = False) -> int:
         """Look at all files; without `room` remove the least recently read blocks down to nine
-        tenths of the bound, or further. Return the size of the files that are left."""
+        tenths of the bound, or further. Return the size of the files that are left. `is_full`: the
+        bound is their present size."""
         blocks, unfinished_bytes = self._files()
         total = unfinished_bytes + sum(size for _, size, _ in blocks)
-        if total + room > self._max_bytes:
-            most = min(self._max_bytes * _EVICT_TO, self._max_bytes - room)
+        bound = total if is_full else self._max_bytes
+        if is_full or total + room > bound:
+            most = min(bound * _EVICT_TO, bound - room)
             for _, size, path in sorted(blocks):
                 if total <= most:
                     break
-                with suppress(FileNotFoundError):
-                    path.unlink()
+                if _removed(path):
                     BLOCKS.labels("evicted").inc()
-                total -= size
+                    total -= size
             self._remove_empty_folders()
         return total
 
     def _files(self) -> tuple[list[tuple[float, int, Path]], int]:
         """Return time of the last use, size and path of each block, and the size of unfinished
         files; remove abandoned ones. Earlier releases write them beside the block."""
-        oldest_s = time.time() - _ABANDONED_S
+        oldest_s = self._now_s() - _ABANDONED_S
         blocks: list[tuple[float, int, Path]] = []
         unfinished_bytes = 0
         for folder, _, names in os.walk(self._root):
             for name in names:
                 path = Path(folder, name)
-                with suppress(FileNotFoundError):
+                # Another process has removed it, or it is not for this user.
+                with suppress(OSError):
                     found = path.stat()
                     if not name.startswith("."):
                         blocks.append((found.st_mtime, found.st_size, path))
@@ -170,6 +185,12 @@ class BlockDirectory:
                     elif name.endswith(".tmp"):
                         unfinished_bytes += found.st_size
         return blocks, unfinished_bytes
+
+    def _now_s(self) -> float:
+        """Return the time by the clock that sets the times of files, perhaps that of another
+        host."""
+        os.utime(self._lock)
+        return os.fstat(self._lock).st_mtime
 
     def _remove_empty_folders(self) -> None:
         for folder, _, _ in os.walk(self._root, topdown=False):
@@ -207,3 +228,13 @@ class BlockDirectory:
     def _path(self, identity: bytes, chain: bytes) -> Path:
         name = chain.hex()
         return self._root / identity.hex() / name[:2] / name
+
+
+def _removed(path: Path) -> bool:
+    """Whether a file is gone; False for one that this user may not remove."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("kv_block_not_removed", file=str(path), error=str(error))
+        return False
+    return True

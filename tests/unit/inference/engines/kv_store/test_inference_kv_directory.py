@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from services.inference.engines.kv_store import directory
+from services.inference.engines.kv_store import block_file, directory
 from services.inference.engines.kv_store.directory import BlockDirectory
 from services.inference.engines.kv_store.metrics import BLOCKS
 
@@ -151,4 +153,78 @@ def test_block_above_the_bound_evicts_nothing(tmp_path: Path) -> None:
     store.write(MODEL, bytes(16), bytes(MOST))
     assert BLOCKS.labels("failed")._value.get() == failed + 1
     assert size_of(tmp_path) == MOST
+    store.close()
+
+
+def test_block_that_cannot_be_marked_as_read_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is of another user, or the file system takes no writes any more."""
+    store = BlockDirectory(tmp_path, max_bytes=MOST)
+    write(store, range(1))
+    os.utime(store._path(MODEL, bytes(16)), (0, 0))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert bytes(store.read(MODEL, bytes(16)) or b"") == CONTENT
+    monkeypatch.undo()
+    store.close()
+
+
+def test_file_that_cannot_be_removed_stops_no_eviction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts, and newer blocks go in its place."""
+    store = BlockDirectory(tmp_path, max_bytes=MOST)
+    write(store, range(50))
+    kept = store._path(MODEL, bytes(16))
+    os.utime(kept, (0, 0))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == kept:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    write(store, range(100, 120))
+    assert store.read(MODEL, (119).to_bytes(16, "big")) is not None
+    assert kept.exists()
+    assert size_of(tmp_path) <= MOST
+    store.close()
+
+
+def test_full_disk_keeps_the_newest_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk smaller than the bound: blocks of earlier weights would fill it for ever."""
+    store = BlockDirectory(tmp_path, max_bytes=MOST)
+    whole = block_file.write_block
+
+    def write_block(path: Path, content: bytes, **names: bytes) -> None:
+        if size_of(tmp_path) > 20 * BLOCK:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(path, content, **names)
+
+    monkeypatch.setattr(directory, "write_block", write_block)
+    for number in range(100):
+        write(store, range(number, number + 1))
+        if (path := store._path(MODEL, number.to_bytes(16, "big"))).exists():
+            os.utime(path, (number, number))
+    found = [n for n in range(100) if store.read(MODEL, n.to_bytes(16, "big")) is not None]
+    assert len(found) >= 15
+    assert min(found) >= 70
+    assert size_of(tmp_path) <= 20 * BLOCK
+    store.close()
+
+
+def test_clock_of_a_host_abandons_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be hours ahead of the file server's, and of the writer's."""
+    store = BlockDirectory(tmp_path, max_bytes=MOST)
+    unfinished = tmp_path / ".0.tmp"
+    unfinished.write_bytes(bytes(BLOCK))
+    ahead_s = time.time() + 10 * directory._ABANDONED_S
+    monkeypatch.setattr(time, "time", lambda: ahead_s)
+    write(store, range(100))
+    assert unfinished.exists()
     store.close()
