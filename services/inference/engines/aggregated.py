@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from forge.core.errors import NotFound
+from forge.core.errors import InvalidArgument, NotFound
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_bytes
 from services.inference.engines.base import (
@@ -98,6 +98,7 @@ class Aggregated(Served):
         super().__init__(engine)
         self.engine = engine
         self._held: dict[str, _Held] = {}
+        self._reading: set[str] = set()
         self._ends: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -108,7 +109,17 @@ class Aggregated(Served):
         await self.engine.close()
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
-        """See `PrefillEngine`. The engine samples on while the request is held."""
+        """See `PrefillEngine`. The engine samples on while the request is held. Raises
+        InvalidArgument for the id of another request that is read or held."""
+        if prompt.request_id in self._held or prompt.request_id in self._reading:
+            raise InvalidArgument(f"request_id = {prompt.request_id!r} is that of another request")
+        self._reading.add(prompt.request_id)
+        try:
+            return await self._prefill(prompt, hold_s=hold_s)
+        finally:
+            self._reading.discard(prompt.request_id)
+
+    async def _prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         began_s = time.monotonic()
         pieces = self._counted(prompt)
         try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from forge.core.errors import NotFound, Unavailable
+from forge.core.errors import InvalidArgument, NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_array, int32_bytes
 from services.inference.engines.aggregated import Aggregated
@@ -177,4 +177,21 @@ async def test_error_of_the_engine_reaches_the_caller() -> None:
         async for _ in both.decode(prompt("later"), prefilled.first, no_kv, stream=True):
             pass
     await both.idle()
+    assert both.status().running == 0
+
+
+async def test_id_of_another_request_is_refused() -> None:
+    """Two held requests of one id would leave one of them without an end."""
+    engine = Counting()
+    both = Aggregated(engine)
+    prompt = Prompt(request_id="a", ids=int32_bytes([1]), sampling=SAMPLING)
+    reading = asyncio.create_task(both.prefill(prompt, hold_s=60))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidArgument, match="request_id = 'a'"):
+        await both.prefill(prompt, hold_s=60)
+    await reading
+    with pytest.raises(InvalidArgument, match="request_id = 'a'"):
+        await both.prefill(prompt, hold_s=60)
+    await both.close()
+    assert engine.ended == ["a"]
     assert both.status().running == 0
