@@ -64,6 +64,7 @@ class VllmSettings:
     none. With drafts vLLM lacks min_p, logit_bias, the log-probs in the model's own distribution,
     and the continuation of grammars and penalties."""
     silence_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
-    """Longest silence while requests run: no token, and no answer of vLLM's scheduler, which
-    answers between two steps. Then the worker kills vLLM's process and ends. Must be longer than
-    the longest step; on a CPU, that of the longest prompt."""
+    """Longest silence during requests and updates of the weights: no token, no answer of vLLM's
+    scheduler, which answers between two steps, and (on a CPU, and during updates) no CPU time of
+    its processes. Then the worker kills vLLM's process and ends. On a GPU it must be longer than
+    the longest step. Work that gives no sign but CPU time has request_timeout_s."""

@@ -15,14 +15,17 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
 from forge.core.errors import ResourceExhausted, Unavailable
 from services.inference.engines.base import Probe, UnfitWeights
+from services.inference.engines.tensor_bytes import from_named, to_named
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Answer, Pair, is_greedy, prompt_ids, published, reference
 from tests.contract.starts import serving
+from tests.support.inference.transformers_answers import logprobs_of
 from tests.support.runtime.waiting import until
 
 pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
@@ -163,6 +166,58 @@ async def test_probe_that_is_never_computed_ends_the_worker(
     with pytest.raises(Unavailable, match="has not computed the probe of weights 2 in time"):
         await pair.load(published(reference("qwen3", seed=1)), version=2)
     await until(lambda: not vllm._watch._owner.alive)
+    await import_module("tests.contract.vllm_engine").stop()
+
+
+async def test_float32_probe_has_the_values_published_in_16_bits(pair: Pair) -> None:
+    """vLLM in float32 computes with these values, and rounds nothing: a fault far below the errors
+    of 16 bits is found."""
+    model = reference("qwen3", seed=1)
+    ids = prompt_ids(16)
+    unrounded = tuple(logprobs_of(model, ids[:1], ids[1:]).tolist())
+    for one in model.parameters():
+        one.data = one.data.bfloat16().float()
+    tensors = {
+        name: to_named(name, from_named(tensor).bfloat16())
+        for name, tensor in published(model).items()
+    }
+    exact = tuple(logprobs_of(model, ids[:1], ids[1:]).tolist())
+    probe = Probe(ids=tuple(ids), logprobs=unrounded, published=exact)
+    wrong = replace(probe, published=tuple(one - 1e-3 for one in exact))
+    with pytest.raises(UnfitWeights, match=r"differ from the trainer's by 0\.00(1|0999) "):
+        await pair.prefill.load(tensors, version=2, probe=wrong)
+    await pair.prefill.load(tensors, version=2, probe=probe)
+    assert engine_of(pair).version == 2
+
+
+async def test_vllm_that_stops_in_an_update_ends_the_worker(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After vllm.silence_s without CPU time, long before request_timeout_s. A process that computes
+    uses CPU time."""
+    watching: Any = import_module("services.inference.engines.vllm.process_watch")
+    vllm = engine_of(pair)
+    used_s = vllm._processes.used_s()
+    assert (await pair.sample(prompt_ids(20))).ids
+    assert vllm._processes.used_s() > used_s
+    await vllm._watch.close()
+    limits = watching.Limits(silence_s=2.0, working_s=600.0, cpu_counts=True)
+    vllm._watch = watching.ProcessWatch(vllm._processes, vllm._watch._owner, limits)
+    (process,) = vllm._processes._processes
+    update = vllm._llm.update_weights
+
+    async def stopped(request: Any) -> None:
+        psutil.Process(process.pid).suspend()
+        await update(request)
+
+    monkeypatch.setattr(vllm._llm, "update_weights", stopped)
+    loading = asyncio.create_task(pair.load(published(reference("qwen3", seed=1)), version=2))
+    await until(lambda: not vllm._watch._owner.alive)
+    await until(lambda: vllm._processes.ended)
+    assert "SIGKILL" in vllm._processes.why_ended()
+    # The worker would have ended.
+    loading.cancel()
+    await asyncio.wait([loading])
     await import_module("tests.contract.vllm_engine").stop()
 
 

@@ -41,7 +41,10 @@ def computed_before_a_token(
     last token if the context has no room for a sampled one. Raises UnfitWeights as `probe_ids`."""
     ids = probe_ids(probe, limits, version=version)[: limits.context_tokens - 1]
     if probe is not None:
-        probe = replace(probe, ids=ids, logprobs=probe.logprobs[: len(ids) - 1])
+        last = len(ids) - 1
+        probe = replace(
+            probe, ids=ids, logprobs=probe.logprobs[:last], published=probe.published[:last]
+        )
     return ids, probe
 
 
@@ -70,4 +73,22 @@ def check_probe(
         raise UnfitWeights(
             f"weights {version}: log-probs of the probe differ from the trainer's by {error:.3g} "
             f"(mean), more than {tolerance}; the setting probe_error changes the limit"
+        )
+
+
+def check_published(
+    probe: Probe | None, logprobs: Sequence[float], *, version: int, tolerance: float
+) -> None:
+    """Compare the log-probs of a pass in float32, which rounds nothing, with the trainer's under
+    the published values, if the probe has them. `tolerance`: the largest mean error, in nats.
+
+    Raises UnfitWeights as `check_probe`.
+    """
+    if probe is not None and probe.published:
+        check_probe(
+            replace(probe, logprobs=probe.published),
+            logprobs,
+            version=version,
+            rounded=True,
+            rounded_tolerance=tolerance,
         )

@@ -211,6 +211,12 @@ def _check_options(options: EngineOptions, role: Role) -> None:
             f"engine_options.data_parallel_size = {replicas}: a worker is one replica of the "
             "model; leave it out and start more workers"
         )
+    hosts = options.extra.get("nnodes", 1)
+    if hosts != 1:
+        raise ConfigError(
+            f"engine_options.nnodes = {hosts}: the weights come in memory of the worker's host; "
+            "leave it out and start a worker on each host"
+        )
     if options.extra.get("enable_return_routed_experts"):
         raise ConfigError(
             "engine_options.enable_return_routed_experts: vLLM records experts in its second model "

@@ -14,7 +14,7 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.telemetry import log
-from services.inference.engines.vllm.hang_watch import Progress, hung
+from services.inference.engines.vllm.hang_watch import Limits, Progress, hung
 
 _NEVER_RESTART = Restart(max_restarts=0)
 _WATCH_S = 0.2
@@ -29,6 +29,9 @@ class Watched(Protocol):
 
     async def ask(self) -> object:
         """Return as soon as the scheduler is between two steps."""
+
+    def used_s(self) -> float:
+        """CPU seconds of all that run."""
 
     def kill(self) -> None:
         """Kill all processes, also suspended ones."""
@@ -59,7 +62,7 @@ class _Owner(Actor):
 class ProcessWatch:
     """Watches until closed."""
 
-    def __init__(self, processes: Watched, owner: ActorRef, *, silence_s: float) -> None:
+    def __init__(self, processes: Watched, owner: ActorRef, limits: Limits) -> None:
         self.progress = Progress()
         self.lost = False
         """The worker ends."""
@@ -67,14 +70,14 @@ class ProcessWatch:
         self._owner = owner
         self._tasks = (
             asyncio.create_task(self._await_end()),
-            asyncio.create_task(self._await_hang(silence_s)),
+            asyncio.create_task(self._await_hang(limits)),
         )
 
     @classmethod
-    async def start(cls, actors: ActorSystem, processes: Watched, *, silence_s: float) -> Self:
-        """Watch from now on. `silence_s`: see `hung`."""
+    async def start(cls, actors: ActorSystem, processes: Watched, limits: Limits) -> Self:
+        """Watch from now on."""
         owner = await actors.spawn(_Owner, name="vllm", restart=_NEVER_RESTART)
-        return cls(processes, owner, silence_s=silence_s)
+        return cls(processes, owner, limits)
 
     def end(self, reason: str) -> None:
         """End the worker."""
@@ -92,12 +95,17 @@ class ProcessWatch:
             await asyncio.sleep(_WATCH_S)
         self.end(self._processes.why_ended())
 
-    async def _await_hang(self, silence_s: float) -> None:
-        await hung(self.progress, self._processes.ask, limit_s=silence_s)
-        log.error("vllm_hangs", silence_s=silence_s)
+    async def _await_hang(self, limits: Limits) -> None:
+        processes = self._processes
+        reached = await hung(self.progress, processes.ask, processes.used_s, limits)
+        is_idle = reached == "vllm.silence_s"
+        limit_s = limits.silence_s if is_idle else limits.working_s
+        work = "an update" if self.progress.updates else "requests"
+        log.error("vllm_hangs", limit=reached, limit_s=limit_s, work=work)
+        used = ", and its processes used no CPU time" if is_idle else ""
         self.end(
-            f"vLLM hangs: its requests had no token, and its scheduler gave no answer, for "
-            f"vllm.silence_s = {silence_s:g}"
+            f"vLLM hangs: during {work} there was no token and no answer of its scheduler{used}, "
+            f"for {reached} = {limit_s:g}"
         )
         # Its requests fail at once, and the router places them again.
-        self._processes.kill()
+        processes.kill()

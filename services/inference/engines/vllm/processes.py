@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from typing import Any
 
+import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -97,15 +99,42 @@ class Processes:
         """Return as soon as the scheduler is between two steps."""
         return await self.llm.is_sleeping()
 
+    def used_s(self) -> float:
+        """CPU seconds of all that run, with their child processes: those of further devices."""
+        return sum(_used_s(process.pid) for process in self._processes)
+
     def kill(self) -> None:
-        """Kill all processes, also suspended ones."""
+        """Kill all processes with their child processes, also suspended ones."""
         for process in self._processes:
+            for child in _family(process.pid)[1:]:
+                with suppress(psutil.Error):
+                    child.kill()
             process.kill()
 
     def why_ended(self) -> str:
         """Return that they ended, and why."""
         cause = self._output.cause(process.exitcode for process in self._processes)
         return f"vLLM's process ended: {cause or 'it wrote no error'}"
+
+
+def _family(pid: int | None) -> list[psutil.Process]:
+    """Return a process and its child processes; none if it has ended."""
+    if pid is None:
+        return []
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _used_s(pid: int | None) -> float:
+    found = 0.0
+    for process in _family(pid):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            found += times.user + times.system
+    return found
 
 
 def _one_line(error: Exception) -> str:

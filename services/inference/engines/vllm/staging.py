@@ -39,6 +39,8 @@ class Staged:
     tensors: tuple[NamedTensor, ...]
     rounded: bool
     """Published or served in 16 bits."""
+    as_published: bool
+    """vLLM computes with the published values, in float32."""
     hub: HubNames | None
     """None: vLLM gets the model's own names."""
     heads: tuple[NamedTensor, ...] = ()
@@ -95,6 +97,7 @@ class Checkpoint:
             version=version,
             tensors=tuple(staged),
             rounded=rounded,
+            as_published=self._served == torch.float32,
             hub=self._hub,
             heads=heads,
         )

@@ -8,7 +8,11 @@ import pytest
 
 from forge.runtime.weights import WeightProbe
 from services.inference.engines.base import ModelLimits, Probe, UnfitWeights
-from services.inference.engines.probes import check_probe, computed_before_a_token
+from services.inference.engines.probes import (
+    check_probe,
+    check_published,
+    computed_before_a_token,
+)
 from services.inference.worker.weights.follower import _probe_of
 
 PROBE = Probe(ids=tuple(range(16)), logprobs=(-2.0,) * 15)
@@ -50,6 +54,16 @@ def test_limit_of_the_setting_replaces_that_of_the_engine() -> None:
     check_probe(probe, found(wrong=15, error=0.49), version=1, rounded=False)
     with pytest.raises(UnfitWeights, match=r"more than 0.5; the setting probe_error"):
         check_probe(probe, found(wrong=15, error=0.51), version=1, rounded=True)
+
+
+def test_log_probs_of_published_values_have_their_own_limit() -> None:
+    """In a pass that rounds nothing; without them nothing is compared."""
+    probe = replace(PROBE, published=(-3.0,) * 15)
+    right = [-3.0] * 15
+    check_published(probe, right, version=1, tolerance=2e-4)
+    check_published(PROBE, right, version=1, tolerance=2e-4)
+    with pytest.raises(UnfitWeights, match=r"differ from the trainer's by 0.0003 "):
+        check_published(probe, [-3.0003] * 15, version=1, tolerance=2e-4)
 
 
 @pytest.mark.parametrize(("context", "computed"), [(16, 15), (17, 16)])

@@ -7,7 +7,10 @@ import pytest
 from forge.core.errors import ConfigError
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.vllm.arguments import engine_arguments, is_one_device
+from services.inference.engines.vllm.arguments import (
+    engine_arguments,
+    is_one_device,
+)
 
 
 def options(**extra: object) -> EngineOptions:
@@ -19,6 +22,13 @@ def test_replicas_in_one_worker_are_refused() -> None:
     limits = ModelLimits(context_tokens=64, vocabulary=8)
     with pytest.raises(ConfigError, match=r"data_parallel_size = 2: .* start more workers"):
         engine_arguments(options(data_parallel_size=2), limits, role="both", events=None)
+
+
+def test_processes_on_other_hosts_are_refused() -> None:
+    """They could not open the memory that has the weights."""
+    limits = ModelLimits(context_tokens=64, vocabulary=8)
+    with pytest.raises(ConfigError, match=r"nnodes = 2: .* start a worker on each host"):
+        engine_arguments(options(nnodes=2), limits, role="both", events=None)
 
 
 def test_parallel_devices_are_known() -> None:
