@@ -378,10 +378,10 @@ class ModelReplica:
         """See `make_probe`. If the world shards the weights, all ranks compute it together. They
         skip the published values, for which a rank would have to gather unrounded weights."""
         policy = self._learner.policy
-        alone = self._world.shape.ranks == 1 and not isinstance(self._trainee, LoraTrainee)
-        exact = alone and self._probes % EXACT_EVERY == 0
+        exact = self._world.shape.ranks == 1 and self._probes % EXACT_EVERY == 0
         self._probes += 1
-        return make_probe(policy, published=self._published_type(policy) if exact else None)
+        trainee = self._trainee if exact else None
+        return make_probe(policy, trainee, published=self._published_type(policy))
 
     def publishes(self, kept: Mapping[str, Tensor]) -> bool:
         """Whether this run publishes tensors of these names and this type; a resumed run may have

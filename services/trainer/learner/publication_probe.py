@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
-from typing import Any
 
 import torch
 
 from forge.core.prefix_tree import Sample
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import as_sample, own_logprobs
-from forge.rl.model.served_weights import ServedValues
 from forge.rl.numerics import is_narrow
 from forge.rl.out_of_memory import memory_shortage
 from forge.runtime.telemetry import log
 from forge.runtime.weights import WeightProbe
+from services.trainer.model.full_weights import Trainee
+from services.trainer.model.lora import base_name
 
 PROBE_TOKENS = 16
 EXACT_EVERY = 16
@@ -28,16 +28,19 @@ probe takes longer than the rest of a publication, and one finds the same faults
 
 
 @torch.no_grad()
-def make_probe(policy: TreePolicy, *, published: torch.dtype | None) -> WeightProbe:
+def make_probe(
+    policy: TreePolicy, trainee: Trainee | None, *, published: torch.dtype
+) -> WeightProbe:
     """Compute the log-probs of a few tokens with the present weights, by the model's own forward in
-    float32. If `published` has 16 bits, compute them with the published values, too."""
+    float32. If `published` has 16 bits, compute them with the published values of `trainee`, too;
+    None: without them."""
     config = policy.model.config.get_text_config(decoder=True)
     count = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
     ids = Random(PROBE_TOKENS).choices(range(min(policy.vocabulary, config.vocab_size)), k=count)
     sample = as_sample(ids)
     with policy.attention.stock():
         logprobs = _logprobs(policy, sample)
-        rounded = _published(policy, sample, published) if published is not None else []
+        rounded = [] if trainee is None else _published(policy, sample, trainee, published)
     return WeightProbe(ids=ids, logprobs=logprobs, published=rounded)
 
 
@@ -47,30 +50,35 @@ def _logprobs(policy: TreePolicy, sample: Sample) -> list[float]:
 
 
 @contextmanager
-def _rounded_buffers(model: Any, published: torch.dtype) -> Iterator[None]:
-    """Context in which the model's buffers have their published values."""
-    state = model.state_dict(keep_vars=True).values()
-    buffers = [one for one in state if not isinstance(one, torch.nn.Parameter)]
-    kept = [one.data for one in buffers]
+def _published_values(trainee: Trainee, published: torch.dtype) -> Iterator[None]:
+    """Context in which the model computes with the published values, adapters merged into them."""
+    state = trainee.model.state_dict(keep_vars=True)
+    named = {base_name(name): one for name, one in state.items()}
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
-        for one in buffers:
+        for name, value in trainee.published():
+            one = named[name]
             if one.is_floating_point():
-                one.data = one.data.to(published).to(one.dtype)
-        yield
+                rounded = value.to(published).to(one.dtype)
+                kept.append((one, one.data))
+                one.data = rounded
+        with trainee.without_adapters():
+            yield
     finally:
-        for one, data in zip(buffers, kept, strict=True):
+        for one, data in kept:
             one.data = data
 
 
-def _published(policy: TreePolicy, sample: Sample, published: torch.dtype) -> list[float]:
+def _published(
+    policy: TreePolicy, sample: Sample, trainee: Trainee, published: torch.dtype
+) -> list[float]:
     """Log-probs with the published values. Empty if the present values are the published ones, or
     if there is no memory for both."""
     wide = all(one.dtype == torch.float32 for one in policy.model.parameters())
     if not is_narrow(published) or not wide:
         return []
     try:
-        served = ServedValues(policy.model, published=published)
-        with served.in_place(), _rounded_buffers(policy.model, published):
+        with _published_values(trainee, published):
             return _logprobs(policy, sample)
     except (RuntimeError, MemoryError) as error:
         shortage = memory_shortage(error)

@@ -7,6 +7,7 @@ Owns loading the model and naming its tensors; `services.trainer.model.lora` doe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,6 +48,10 @@ class Trainee:
         """The tensors to publish, one at a time and not yet rounded, with the names and shapes of
         the model directory."""
         yield from own_tensors(self.model).items()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Context in which the model computes without adapters."""
+        return nullcontext()
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of the whole published tensors, by name, in order."""

@@ -13,6 +13,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,6 +85,10 @@ class LoraTrainee(Trainee):
             else:
                 yield name, whole(plain[name]) + _delta(layer)
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """See `Trainee`."""
+        return _disabled(list(self._layers.values()))
+
     def check(self, shapes: Mapping[str, Sequence[int]], *, base: str, source: Path) -> None:
         """Raises `ConfigError` also for adapters of another scale: they are another policy."""
         super().check(shapes, base=base, source=source)
@@ -139,15 +144,20 @@ class BaseReference:
 
     def logprobs(self, batch: TreeBatch, *, passes: int = 0) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies under the frozen weights, without dropout."""
-        self._enable(False)
-        try:
+        with _disabled(self._layers):
             return self._policy.without_replay().logprobs(batch, passes=passes)
-        finally:
-            self._enable(True)
 
-    def _enable(self, enabled: bool) -> None:
-        for layer in self._layers:
-            layer.enable_adapters(enabled)
+
+@contextmanager
+def _disabled(layers: Sequence[Any]) -> Iterator[None]:
+    """Context in which layers compute without their adapters."""
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def _delta(layer: Any) -> Tensor:
