@@ -19,7 +19,8 @@ over the seeds, with the least and the greatest.
 
 The first three also with publications, which empty all prefix caches. `clairvoyant` knows all
 further turns of a session; `one_cache` has workers that share caches and computed tokens at no
-cost, so that nothing but load decides; `least_work` is a time that no placement beats.
+cost, so that nothing but load decides; `oracle` has both, the best of them; `least_work` is a time
+that no placement beats.
 """
 
 from __future__ import annotations
@@ -76,6 +77,16 @@ def clairvoyant(traffic: Traffic, *, publishes: bool) -> Outcome:
     return min(runs, key=lambda outcome: outcome.completion_s)
 
 
+def oracle(traffic: Traffic, *, publishes: bool) -> Outcome:
+    """Return the best run with foresight on workers that share caches and computed tokens."""
+    workers = len(traffic.speeds)
+    rules = [FewestRequests(workers)] + [
+        Clairvoyant(workers, traffic.costs, weight=0.0, move_weight=move) for move in (None, 0.0)
+    ]
+    runs = [Simulation(traffic, rule, publishes=publishes, one_cache=True).run() for rule in rules]
+    return min(runs, key=lambda outcome: outcome.completion_s)
+
+
 def outcomes(name: str, traffic: Traffic, *, publishes: bool) -> Iterator[tuple[str, Outcome]]:
     """Yield each placement of one case with its outcome, the router first."""
     yield "router", run(traffic, Router, publishes=publishes)
@@ -85,6 +96,7 @@ def outcomes(name: str, traffic: Traffic, *, publishes: bool) -> Iterator[tuple[
         yield "clairvoyant", clairvoyant(traffic, publishes=publishes)
         idlest = FewestRequests(len(traffic.speeds))
         yield "one_cache", Simulation(traffic, idlest, publishes=publishes, one_cache=True).run()
+        yield "oracle", oracle(traffic, publishes=publishes)
 
 
 def cases(names: list[str]) -> list[tuple[str, str, bool]]:
