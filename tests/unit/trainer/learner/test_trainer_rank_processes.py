@@ -71,10 +71,10 @@ def fork_server() -> Iterator[None]:
         yield
 
 
-# The tests that need no such pair come before those that do: there is one group in a process.
-@pytest.fixture(scope="module")
-def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LearnerActor]:
-    actor = learner(model_path, tmp_path_factory.mktemp("checkpoints"), ranks=2)
+@pytest.fixture
+def pair(model_path: Path, tmp_path: Path) -> Iterator[LearnerActor]:
+    """Two ranks. Of one test alone: a process has one group, which other tests here end."""
+    actor = learner(model_path, tmp_path / "pair", ranks=2)
     yield actor
     actor.stopped()
 
@@ -219,7 +219,6 @@ def test_out_of_memory_on_one_rank_cuts_the_batch_on_both(
     assert two.loss == pytest.approx(one.loss, rel=1e-5)
     expected, found = weights(alone), weights(pair)
     assert all(torch.allclose(found[n], expected[n], atol=1e-5) for n in expected)
-    pair.receive(Restore())
 
 
 def test_two_ranks_train_as_one_rank_does(
