@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from llguidance import LLMatcher, LLParserLimits
@@ -88,6 +89,19 @@ def check_shape(schema: Mapping[str, Any], *, field: str) -> None:
             )
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raises `ValueError` for a panic of llguidance, which is no `Exception`: it would end the
+    connection, or the worker, of a request with an odd schema."""
+    try:
+        yield
+    except BaseException as error:
+        # Its class is not importable.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError("the grammar library failed on this schema or grammar") from None
+
+
 def _loaded(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
@@ -101,10 +115,13 @@ def _loaded(text: str) -> dict[str, Any]:
 def _wrong_with(schema: Mapping[str, Any], *, lenient: bool) -> str:
     """Return llguidance's error, or ""."""
     try:
-        compilable = _compilable(schema, lenient=lenient)
+        with panics_as_errors():
+            compilable = _compilable(schema, lenient=lenient)
+            failed, messages = LLMatcher.validate_grammar_with_warnings(
+                compilable, None, limits=LIMITS
+            )
     except (ValueError, RecursionError) as error:
         return one_line(str(error))
-    failed, messages = LLMatcher.validate_grammar_with_warnings(compilable, None, limits=LIMITS)
     return one_line(messages[0]) if failed else ""
 
 
