@@ -90,16 +90,16 @@ def check_shape(schema: Mapping[str, Any], *, field: str) -> None:
 
 
 @contextmanager
-def panics_as_errors() -> Iterator[None]:
+def _panics_as_errors() -> Iterator[None]:
     """Raises `ValueError` for a panic of llguidance, which is no `Exception`: it would end the
-    connection, or the worker, of a request with an odd schema."""
+    connection of a request with an odd schema. A matcher reports its panics itself."""
     try:
         yield
     except BaseException as error:
         # Its class is not importable.
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError("the grammar library failed on this schema or grammar") from None
+        raise ValueError("the grammar library failed on it") from None
 
 
 def _loaded(text: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _loaded(text: str) -> dict[str, Any]:
 def _wrong_with(schema: Mapping[str, Any], *, lenient: bool) -> str:
     """Return llguidance's error, or ""."""
     try:
-        with panics_as_errors():
+        with _panics_as_errors():
             compilable = _compilable(schema, lenient=lenient)
             failed, messages = LLMatcher.validate_grammar_with_warnings(
                 compilable, None, limits=LIMITS

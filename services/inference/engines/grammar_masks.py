@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from forge.core.token_columns import TOKEN_BYTES, int32_array
-from forge.grammar.answer_grammar import LIMITS, one_line, panics_as_errors, source
+from forge.grammar.answer_grammar import LIMITS, one_line, source
 from services.inference.engines.base import Grammar, Prompt
 from services.inference.engines.metrics import GRAMMARS
 
@@ -229,13 +229,9 @@ class Grammars:
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Return the state before the first token, to be copied. Raises `InvalidArgument`."""
     text = source(grammar.kind, grammar.text, lenient=grammar.lenient)
-    try:
-        with panics_as_errors():
-            compiled = LLMatcher(tokenizer, text, limits=LIMITS, log_level=0)
-            # The first mask includes one-time work: do it here, not in a shared decode step.
-            compiled.deep_copy().compute_bitmask()
-    except ValueError as error:
-        raise InvalidArgument(f"sampling.grammar.{grammar.kind}: {error}") from None
+    compiled = LLMatcher(tokenizer, text, limits=LIMITS, log_level=0)
+    # The first mask includes one-time work: do it here, not in a shared decode step.
+    compiled.deep_copy().compute_bitmask()
     if compiled.is_error():
         raise InvalidArgument(
             f"sampling.grammar.{grammar.kind} does not compile: {one_line(compiled.get_error())}"

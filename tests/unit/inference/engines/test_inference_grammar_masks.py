@@ -345,11 +345,3 @@ def test_compiled_grammars_are_kept_within_a_bound(
 
     with pytest.raises(FailedPrecondition, match=r"tokenizer\.json"):
         matcher_of(Grammars(str(tmp_path), vocabulary=8), Grammar(kind="regex", text="a"))
-
-
-def test_grammar_on_which_the_library_panics_is_refused(model_path: str) -> None:
-    """A panic is no `Exception`: it would end the worker."""
-    grammars = Grammars(model_path, vocabulary=VOCABULARY)
-    text = json.dumps({"type": "string", "pattern": ["😀" * 50]}, ensure_ascii=False)
-    with pytest.raises(InvalidArgument, match="json_schema: the grammar library"):
-        matcher_of(grammars, Grammar(kind="json_schema", text=text))
