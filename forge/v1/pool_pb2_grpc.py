@@ -163,9 +163,9 @@ class PoolServiceServicer(object):
         order, for a scheduler that rebuilds its state. Each page is a snapshot, the complete scan is
         not: raise the fence first (PutGroups), so that no other leader writes during the scan. With
         `since` (a scan mark), only the groups that changed after an earlier scan, in any order, in their
-        present state. They replace the groups of the earlier scan; the result equals a new scan at that
-        moment. UNAVAILABLE as of every read. DATA_LOSS when a group cannot be read. Safe to retry, also
-        with the same mark.
+        present state; MOVED with the task id alone for a changed task that has no group here. They replace
+        the groups of the earlier scan; the result equals a new scan at that moment. UNAVAILABLE as of
+        every read. DATA_LOSS when a group cannot be read. Safe to retry, also with the same mark.
         With `settled_limit`, settled groups (trained, tombstoned, evaluated) are returned up to a
         bound, and `begin` has counts of all of them.
         """

@@ -182,12 +182,14 @@ async def test_payload_without_a_digest_is_returned(store):
 
 
 async def test_changes_are_returned_page_by_page(store):
-    """Any number, in messages within the limit; a task without a group is in none."""
+    """Any number, in messages within the limit; a task without a group counts as moved."""
     mark = mark_of(store)
     put_groups(store, *(make_group(f"t{index}", index) for index in range(1200)))
     append(store, make_turn("orphan:0:0"))
     begin, *pages = await scan(store, since=mark, together=True)
     assert begin.begin.changes_only
-    assert [1 + len(page.more) for page in pages] == [511, 512, 177]
-    found = {one.group.task.task_id for page in pages for one in (page, *page.more)}
-    assert len(found) == 1200
+    assert [1 + len(page.more) for page in pages] == [512, 512, 177]
+    groups = [one.group for page in pages for one in (page, *page.more)]
+    assert len({one.task.task_id for one in groups}) == 1201
+    moved = [one.task.task_id for one in groups if one.state == common_pb2.GROUP_STATE_MOVED]
+    assert moved == ["orphan"]

@@ -332,4 +332,4 @@ def test_example_inventory_is_written_once_and_renders(tmp_path: Path) -> None:
         *("forge-1", "forge-2", "forge-3")
     ]
     ended = CliRunner().invoke(app, ["deploy", "init", str(file_)])
-    assert ended.exit_code == 2 and "File exists" in ended.output
+    assert ended.exit_code == 2 and "exists; name another file" in ended.output
