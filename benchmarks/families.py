@@ -29,20 +29,17 @@ greedy answers of a family that is served are unlike.
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import structlog
 import torch
 import transformers
 
 from benchmarks.support.inference.finished_rows import FinishedRows, Row, key_of_code
 from benchmarks.support.inference.model_families import QUICK, Family, Finding, examine, families
-from benchmarks.support.report import arguments, keep, progress_bar
+from benchmarks.support.report import arguments, keep, progress_bar, silence_libraries
 from forge.rl.model.capabilities import one_line
 from services.inference.engines.embedded.family_check import Verdict
 from services.inference.engines.embedded.family_check import examine as examine_serving
@@ -192,12 +189,6 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _silence_libraries() -> None:
-    logging.disable(logging.WARNING)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    warnings.simplefilter("ignore")
-
-
 if __name__ == "__main__":
-    _silence_libraries()
+    silence_libraries()
     sys.exit(main())

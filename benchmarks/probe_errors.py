@@ -3,7 +3,7 @@
     python -m benchmarks.probe_errors [--device cuda:0] [--only FAMILY...] [--model DIRECTORY]
         [--probes N] [--part N/PARTS] [--quick] [--json FILE]
 
-Small random models of all families of transformers, or the model of a directory. The embedded
+Small random models of all families that are served, or the model of a directory. The embedded
 engine loads their weights in bfloat16. Its log-probs of 16 tokens are compared with those of the
 model's own forward in float32, as `services.inference.engines.probes` does: by the mean error
 without the two largest, in nats. A key is the largest of all probes.
@@ -18,9 +18,7 @@ The reference computes on the CPU, and beside a GPU also there (`.there`), as a 
 
 from __future__ import annotations
 
-import logging
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -28,15 +26,15 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.support.inference.model_families import QUICK, families
-from benchmarks.support.report import arguments, keep, show
+from benchmarks.support.report import arguments, keep, show, silence_libraries
 from forge.rl.model.capabilities import one_line
 from forge.rl.model.probe import randomize
 from forge.rl.model.small_config import small_config
+from services.inference.engines.embedded.family_check import examine as examine_serving
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import logprobs
 from services.inference.engines.probes import PROBE_TOKENS
@@ -49,7 +47,7 @@ Ways = list[tuple[str, Any, Callable[[Iterable[float]], float]]]
 
 
 def models(options: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, configuration and model, in float32; a family that cannot be built is said and left."""
+    """Name, configuration and model, in float32; families that are not served are said and left."""
     if options.model is not None:
         model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         yield options.model.name, AutoConfig.from_pretrained(options.model), model.eval()
@@ -60,6 +58,9 @@ def models(options: Any) -> Iterator[tuple[str, Any, Any]]:
     for family in wanted[part::parts]:
         torch.manual_seed(0)
         try:
+            if refusal := examine_serving(family.config()).refusal:
+                print(f"{family.name}: not served: {refusal}", flush=True)
+                continue
             config = small_config(family.config())
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval()
         except Exception as error:
@@ -179,12 +180,6 @@ def main() -> None:
     keep(numbers | largest, options.json)
 
 
-def _silence_libraries() -> None:
-    logging.disable(logging.WARNING)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    warnings.simplefilter("ignore")
-
-
 if __name__ == "__main__":
-    _silence_libraries()
+    silence_libraries()
     main()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import structlog
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,6 +32,13 @@ def progress_bar() -> Progress:
         TimeElapsedColumn(),
         console=Console(stderr=True),
     )
+
+
+def silence_libraries() -> None:
+    """Print errors alone, not the notes of libraries about each of many models."""
+    logging.disable(logging.WARNING)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    warnings.simplefilter("ignore")
 
 
 def show(title: str, numbers: Mapping[str, float]) -> None:
