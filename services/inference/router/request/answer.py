@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge.core.token_columns import TOKEN_BYTES, int32_array
+from forge.core.token_columns import TOKEN_BYTES, float32_bytes, int32_array
 from forge.runtime.rpc.routes import read_routes
 from forge.runtime.rpc.tokens import joined, split
 from forge.v1 import inference_pb2 as pb
@@ -82,10 +82,20 @@ class RoutedAnswer:
         self.version = max(self.version, *int32_array(tokens.weight_versions), 0)
         if span := read_routes(tokens.routed_experts):
             self._routes_to = span.end
-        self._unsent.append(tokens)
+        self._unsent.append(self._with_shares(tokens))
         self._engine = engine
         if self._engines[-1:] != [engine.name]:
             self._engines.append(engine.name)
+
+    def _with_shares(self, tokens: SampledTokens) -> SampledTokens:
+        """The tokens with their column of shares: a worker that continues behind `min_tokens` has
+        nothing to leave out, and returns none."""
+        if not self._prompt.sampling.reshapes or tokens.allowed_logprobs or not tokens.ids:
+            return tokens
+        filled = SampledTokens()
+        filled.CopyFrom(tokens)
+        filled.allowed_logprobs = float32_bytes([0.0] * (len(tokens.ids) // TOKEN_BYTES))
+        return filled
 
     def end_with(self, first: SampledTokens) -> None:
         """Set the finish if the token of prefill, just taken, ends the answer."""
