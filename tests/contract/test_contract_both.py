@@ -28,6 +28,7 @@ from tests.contract.engines import (
     reference,
 )
 from tests.contract.starts import serving
+from tests.support.inference.held_answers import held_answers
 from tests.support.inference.transformers_answers import greedy_of
 
 pytestmark = pytest.mark.matrix
@@ -140,10 +141,14 @@ async def test_recompute_sends_running_answers_back_at_a_swap(engine: str, tmp_p
         if not seen:
             seen.append(answer)
             await pair.load(published(new), version=2)
+            held.free()
 
     async with engines.ENGINES[engine](tmp_path, recompute_on_update=True) as pair:
         await pair.load(published(old), version=1)
-        with pytest.raises(ResourceExhausted, match="is read again by weights 2"):
+        with (
+            held_answers(100) as held,
+            pytest.raises(ResourceExhausted, match="is read again by weights 2"),
+        ):
             await pair.sample(ids, replace(GREEDY, max_tokens=200), on_piece=swap_once)
         (cut,) = seen
         assert 0 < len(cut.ids) < 200 and set(cut.versions) == {1}

@@ -25,6 +25,7 @@ from tests.contract.engines import (
     reference,
 )
 from tests.contract.starts import StartInFolder, serving, start_in
+from tests.support.inference.held_answers import held_answers
 from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 from tests.support.suite.matrix import usual
 
@@ -244,8 +245,10 @@ async def test_swap_in_mid_answer_changes_the_version_of_later_tokens(pair: Pair
         if not swapped.is_set():
             swapped.set()
             await pair.load(published(new), version=2)
+            held.free()
 
-    answer = await pair.sample(ids, replace(GREEDY, max_tokens=400), on_piece=swap_once)
+    with held_answers(200) as held:
+        answer = await pair.sample(ids, replace(GREEDY, max_tokens=400), on_piece=swap_once)
     assert answer.versions == sorted(answer.versions)
     assert set(answer.versions) == {1, 2}
     before = answer.versions.count(1)
