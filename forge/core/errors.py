@@ -177,6 +177,11 @@ class WorkersLost(ForgeError):
     """Several workers were lost while they served one request; a retry may lose more."""
 
 
+def first_line(error: object) -> str:
+    """Return the first line of an error's text, for one line of a log: torch's errors have many."""
+    return str(error).strip().partition("\n")[0]
+
+
 def raise_all(errors: Sequence[ForgeError]) -> None:
     """Raises a single error itself, several as one with a line for each different one:
     `Unavailable` if all are retryable, otherwise `InvalidArgument`. Without errors returns."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +24,9 @@ def device_of(setting: str, *, rank: int = 0) -> torch.device:
         device = torch.device("cuda", rank) if setting == "cuda" else torch.device(setting)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"device = {setting!r} is not available on rank {rank}: {reason}. Install NVIDIA's "
-            "driver and a torch for CUDA, check CUDA_VISIBLE_DEVICES, or set device = 'cpu'"
+            f"device = {setting!r} is not available on rank {rank}: {first_line(error)}. Install "
+            "NVIDIA's driver and a torch for CUDA, check CUDA_VISIBLE_DEVICES, or set device = "
+            "'cpu'"
         ) from error
     return device

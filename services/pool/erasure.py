@@ -1,6 +1,6 @@
 """Erasure of trajectories by task, user or tag: first the records, then their bytes in the files.
 
-Owns the order. `erasure_ledger` remembers the erasure, `data.erasing` deletes records,
+Owns the order. `erasure_ledger` remembers the erasure, `data.removal.task_erasure` deletes records,
 `maintenance.purge` rewrites an instance's file.
 """
 
@@ -16,7 +16,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
 from services.pool import validation
 from services.pool.actors.writer import WriterRef
-from services.pool.data.removal.erasing import tasks_with
+from services.pool.data.removal.task_erasure import tasks_with
 from services.pool.erasure_ledger import ErasureLedger, LedgerEntry, erase_tasks, note
 from services.pool.maintenance.purge import Purger
 from services.pool.readers import ReaderRef

@@ -26,7 +26,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import EraseTasks, NoteErasures
-from services.pool.data.removal.erasing import Erased
+from services.pool.data.removal.task_erasure import Erased
 from services.pool.readers import ReaderRef
 from services.pool.storage.erasures import noted_erasures
 from services.pool.storage.groups.group_index import stored_groups

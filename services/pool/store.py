@@ -46,9 +46,9 @@ from services.pool.data.reads.group_scan import (
     count_settled,
     find_newest_settled,
 )
-from services.pool.data.removal.erasing import erase
 from services.pool.data.removal.freeing import free
 from services.pool.data.removal.orphans import OrphanPage, mark, orphans_after
+from services.pool.data.removal.task_erasure import erase
 from services.pool.data.repair.index_mending import mend
 from services.pool.data.repair.record_repair import repair_from_replica
 from services.pool.data.writes.seal_trajectory import append_rewards, seal

@@ -47,7 +47,7 @@ from services.trainer.learner.batch_reading import batch_reading
 from services.trainer.learner.reading_ranks import DataGroupReaders
 from services.trainer.model.placement import computed_type
 from services.trainer.published.files import HeldFiles
-from services.trainer.published.local_ways import LocalWays
+from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher
 from services.trainer.published.recovery import ServedVersions
 from services.trainer.published.versions import PublishedVersions
@@ -66,7 +66,7 @@ class TrainerApp:
         self._context = context
         self._config: TrainerConfig = context.config
         self._versions = PublishedVersions(kept=self._config.kept_versions)
-        self._ways = LocalWays(workers=self._workers, directory=self._config.weights_dir)
+        self._copies = LocalCopies(workers=self._workers, directory=self._config.weights_dir)
         self._record = TrainingRecord(
             max_steps=self._config.max_steps,
             metrics_file=self._config.metrics_file,
@@ -128,7 +128,7 @@ class TrainerApp:
         await cancel_and_wait(self._starting)
         if self._loop is not None:
             await self._loop.stop()
-        self._ways.keep(())
+        self._copies.keep(())
         if self._election is not None:
             await self._election.resign()
         await asyncio.to_thread(self._record.close_sinks)
@@ -246,7 +246,7 @@ class TrainerApp:
     def _make_publisher(self, floor: int) -> Publisher:
         coordinator = self._context.coordinator
         return Publisher(
-            coordinator, self._versions, source=self._address, floor=floor, ways=self._ways
+            coordinator, self._versions, source=self._address, floor=floor, copies=self._copies
         )
 
     async def _workers(self) -> list[Instance]:

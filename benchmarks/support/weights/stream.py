@@ -35,7 +35,7 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import Probe
 from services.inference.worker.weights.follower import WeightFollower
-from services.trainer.published.local_ways import LocalWays
+from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher, Snapshot
 from services.trainer.published.versions import PublishedVersions
 
@@ -121,7 +121,7 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
     async def workers() -> Sequence[Instance]:
         return discovery.instances if way == "memory" else ()
 
-    ways = LocalWays(workers=workers, directory=directory)
+    copies = LocalCopies(workers=workers, directory=directory)
     server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security())
     versions = PublishedVersions(kept=2)
     sent: list[int] = []
@@ -131,7 +131,9 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
     server.add_service(
         rpc.add_WeightServiceServicer_to_server, servicer, full_name=weights.FULL_NAME
     )
-    publisher = Publisher(coordinator, versions, source=await server.start(), floor=0, ways=ways)
+    publisher = Publisher(
+        coordinator, versions, source=await server.start(), floor=0, copies=copies
+    )
     made: list[NamedTensor] = []
 
     async def obey(order: Order) -> Any:
@@ -145,7 +147,7 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
                 snapshot, made = Snapshot(step=publisher.version, tensors=made), []
                 return await publisher.publish(snapshot)
             case "end":
-                return ways.keep(())
+                return copies.keep(())
         return sum(sent)
 
     await _obey(pipe, obey)

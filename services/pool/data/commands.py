@@ -116,7 +116,7 @@ class MarkOrphans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EraseTasks:
-    """Answered by `erasing.Erased`."""
+    """Answered by `task_erasure.Erased`."""
 
     task_ids: tuple[str, ...]
     max_records: int

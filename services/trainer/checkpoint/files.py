@@ -34,6 +34,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from forge.core.errors import first_line
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.files.sync import sync
 from forge.runtime.weights import digest_of
@@ -151,7 +152,7 @@ class Contents:
             torch.save(dict(self.learner), directory / LEARNER_FILE)
         except RuntimeError as error:
             # torch raises RuntimeError for a failed write.
-            raise OSError(0, str(error).splitlines()[0]) from error
+            raise OSError(0, first_line(error)) from error
         for name, text in self.sidecars.items():
             (directory / name).write_text(text, encoding="utf-8")
 

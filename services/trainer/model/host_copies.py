@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from forge.core.errors import first_line
 from forge.runtime.telemetry import log
 
 
@@ -47,6 +48,6 @@ def _from_device(tensor: Tensor) -> Tensor:
     try:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     except RuntimeError as error:
-        log.warning("host_memory_not_pinned", error=str(error).splitlines()[0])
+        log.warning("host_memory_not_pinned", error=first_line(error))
         return tensor.to("cpu", copy=True).contiguous()
     return copy.copy_(tensor, non_blocking=True)

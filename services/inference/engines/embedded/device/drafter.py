@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from forge.core.errors import first_line
 from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
 from services.inference.engines.embedded.device.graphs import DeviceGraphs
 from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
-from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.model.head import DraftHeads
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.sampler import is_uncut

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
+from forge.core.errors import first_line
 from forge.rl.sampling import device_race_noise, sample_uncut
 from forge.runtime.telemetry import log
 from services.inference.engines.embedded.decode_pass import draw_rows
 from services.inference.engines.embedded.device.fused_layers import FusedLayers, tolerated_error
 from services.inference.engines.embedded.device.graphs import DeviceGraphs
 from services.inference.engines.embedded.device.rows import columns, draw_numbers, heats
-from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.kv.attention import Heads
 from services.inference.engines.embedded.kv.device_attention import ExtentAttention
 from services.inference.engines.embedded.kv.extents import SCRATCH_TOKENS, Extents

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from forge.core.errors import first_line
 from forge.core.token_columns import int32_bytes
 from forge.runtime.telemetry import log
 from services.inference.engines.base import Prompt, Sampling
 from services.inference.engines.embedded.device.fused_layers import FusedLayers, tolerated_error
-from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.kv.device_attention import PackedAttention
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.prefill_pass import PrefillPass

@@ -24,8 +24,8 @@ from typing import ClassVar
 
 import torch
 
+from forge.core.errors import first_line
 from forge.runtime.telemetry import log
-from services.inference.engines.embedded.first_line import first_line
 
 MOST_QUERIES = 48
 """With more of them torch's kernel is as fast."""

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
+from forge.core.errors import first_line
 from forge.runtime.telemetry import log
-from services.inference.engines.embedded.first_line import first_line
 from services.inference.engines.embedded.kv.attention import Heads, attention, attention_bias
 from services.inference.engines.embedded.kv.shape import KvShape
 

@@ -12,7 +12,7 @@ import pytest
 from forge.core.errors import FailedPrecondition, InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import EraseTasks
-from services.pool.data.removal.erasing import Erased, tasks_with
+from services.pool.data.removal.task_erasure import Erased, tasks_with
 from services.pool.data.repair.record_repair import repair_unit
 from services.pool.maintenance.backup import backup
 from services.pool.maintenance.backup.backup_erasure import erase_in

@@ -1,7 +1,7 @@
-"""The files in which workers find a published version, beside gRPC.
+"""Copies of published versions in files, which workers of this host or directory read.
 
-Shared memory is used while a worker of this host and user is in discovery, a directory if the
-setting `weights_dir` names one. Without room a version travels by gRPC alone.
+Owns the copies in shared memory, while a worker of this host and user is in discovery, and in the
+directory of the setting `weights_dir`. Without room workers fetch a version by gRPC alone.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Rest:
     """Bytes of all tensors of the version."""
 
 
-class LocalWays:
-    """The files of the versions that this trainer sends."""
+class LocalCopies:
+    """The copies of the versions that this trainer sends."""
 
     def __init__(self, *, workers: Workers, directory: str) -> None:
         """`workers` returns the workers in discovery; `directory`: the setting `weights_dir`."""

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from forge.runtime.coordination import Instance
 from forge.runtime.files import host_memory
 from forge.runtime.weights import DIRECTORY_WAY, MEMORY_KEY, WeightAnnouncement, manifest_key
-from services.trainer.published.local_ways import LocalWays
+from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher
 from services.trainer.published.versions import PublishedVersions
 from tests.support.trainer.published_weights import FakeRegister, fetch, snapshot
@@ -29,9 +29,9 @@ class Trainer:
 
         self.register = FakeRegister()
         self.versions = PublishedVersions(kept=2)
-        self.ways = LocalWays(workers=workers, directory=directory)
+        self.copies = LocalCopies(workers=workers, directory=directory)
         self.publisher = Publisher(
-            self.register, self.versions, source="host:1", floor=0, ways=self.ways
+            self.register, self.versions, source="host:1", floor=0, copies=self.copies
         )
 
     async def publish(self, step: int) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ async def test_memory_is_used_while_a_worker_shares_it(memory: Path) -> None:
         assert await trainer.publish(step) == (host_memory.place(),)
     assert len(list(memory.iterdir())) == 2
     assert [(await fetch(trainer.versions.weights, one))[0].data[0] for one in (3, 4)] == [3, 4]
-    trainer.ways.keep(())
+    trainer.copies.keep(())
     assert not list(memory.iterdir())
     elsewhere = Trainer(memory_of_worker="another host")
     assert await elsewhere.publish(1) == () and not list(memory.iterdir())
@@ -77,4 +77,4 @@ async def test_directory_has_each_version(memory: Path, tmp_path: Path) -> None:
     trainer = Trainer(memory_of_worker=host_memory.place(), directory=str(shared))
     assert await trainer.publish(1) == (DIRECTORY_WAY, host_memory.place())
     assert len(list(shared.iterdir())) == len(list(memory.iterdir())) == 1
-    trainer.ways.keep(())
+    trainer.copies.keep(())
