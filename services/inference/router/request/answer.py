@@ -97,12 +97,15 @@ class RoutedAnswer:
         filled.allowed_logprobs = float32_bytes([0.0] * (len(tokens.ids) // TOKEN_BYTES))
         return filled
 
-    def end_with(self, first: SampledTokens) -> None:
-        """Set the finish if the token of prefill, just taken, ends the answer."""
-        if codec.read_tokens(first).ids[-1] in self._prompt.sampling.stop_ids:
+    def end_if_complete(self) -> bool:
+        """Set the finish if the last token ends the answer; return whether it does. The caller may
+        have the token before its finish reason."""
+        last = int32_array(self._sampled[-TOKEN_BYTES:])
+        if self._prompt.sampling.stop_ids.intersection(last):
             self.finish = Finish.STOP
         elif self.tokens >= self._most_tokens:
             self.finish = Finish.LENGTH
+        return self.finish is not None
 
     def refuse(self, engine: Engine, words: str) -> None:
         """Note that an engine cannot serve this request, though its capabilities do not say so."""

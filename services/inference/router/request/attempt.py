@@ -85,9 +85,9 @@ class SampleAttempt(WorkerCalls):
             first = SampledTokens()
             first.CopyFrom(read.first)
             first.ClearField("routed_experts")
-            self.answer.end_with(read.first)
+            is_complete = self.answer.end_if_complete()
             yield
-            if self.answer.finish is not None:
+            if is_complete:
                 return
             request_to_decode = self._decode_request(request, source.address, first=first)
             async with aclosing(self._decode(request_to_decode, source)) as decode:

@@ -115,6 +115,8 @@ class Run:
                         failing_s = None
                         yield
             except MOVES as error:
+                if self._answer.end_if_complete():
+                    return  # The finish reason was lost, and no token.
                 self._lost.check()
                 if isinstance(error, CannotContinue):
                     if not self._answer.is_sent:

@@ -1,17 +1,28 @@
 """The columns of an answer whose workers got different parameters: the rest of a request asks for
-less than the request."""
+less than the request; and its end, which a lost worker may not have sent."""
 
 from __future__ import annotations
+
+import asyncio
+from typing import Any
 
 import pytest
 
 from forge.core.token_columns import int32_bytes
 from forge.v1 import inference_pb2 as pb
-from forge.v1.common_pb2 import SampledTokens, SamplingParams
+from forge.v1.common_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    SampledTokens,
+    SamplingParams,
+)
 from services.inference import codec
 from services.inference.engines.base import ModelLimits, Tokens
+from services.inference.router.fleet.fleet import SUSPECT_S
 from services.inference.router.fleet.workers import Engine
 from services.inference.router.request.answer import RoutedAnswer
+from tests.support.inference.both_workers import cluster
+from tests.support.runtime.waiting import until
 
 LIMITS = ModelLimits(context_tokens=100, vocabulary=1000)
 ENGINE = Engine(role="both")
@@ -57,3 +68,29 @@ def test_answer_that_nothing_reshapes_has_no_shares() -> None:
     answer.take(sampled(answer, 4, 5), ENGINE)
     answer.take(SampledTokens(), ENGINE)
     assert [codec.read_tokens(one).allowed for one in answer.flush()] == [()]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "finish"),
+    [
+        ({"max_tokens": 5}, FINISH_REASON_LENGTH),
+        ({"max_tokens": 12, "stop_token_ids": [8]}, FINISH_REASON_STOP),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True], ids=["rpc", "stream"])
+async def test_answer_whose_worker_is_lost_before_its_finish_reason_has_ended(
+    sampling: dict[str, Any], finish: int, streams: bool
+) -> None:
+    """An engine may send the last token before its finish reason: no other worker samples behind
+    it."""
+    async with cluster(streams=streams) as served:
+        served.engine.waits_after = 4
+        call = asyncio.create_task(served.answer(**sampling))
+        await until(lambda: served.taken() == [5])
+        served.networks[0].cut_all()
+        await until(lambda: served.harness.workers[0].suspect_until_s > 0)
+        served.engine.goes_on.set()
+        served.harness.clock.now_s += 2 * SUSPECT_S
+        assert await call == ([4, 5, 6, 7, 8], finish)
+        assert served.engine.calls == ["prefill", "decode"]
+        await until(served.is_idle)
