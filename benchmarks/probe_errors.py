@@ -31,9 +31,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.support.inference.model_families import QUICK, families
 from benchmarks.support.report import arguments, keep, show, silence_libraries
-from forge.rl.model.capabilities import one_line
+from forge.rl.model.capabilities import one_line, stock_attention
 from forge.rl.model.probe import randomize
 from forge.rl.model.small_config import small_config
+from forge.rl.numerics import without_tf32
 from services.inference.engines.embedded.family_check import examine as examine_serving
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import logprobs
@@ -98,8 +99,10 @@ def round_values(model: Any) -> State:
 @torch.no_grad()
 def own(model: Any, ids: tuple[int, ...]) -> list[float]:
     """Log-probs of all tokens but the first by the model's own forward, where it is."""
+    model.set_attn_implementation(stock_attention(model.config))
     ids_1T = torch.tensor([ids], device=model.device)
-    logits_TV = model(ids_1T, use_cache=False).logits[0, :-1].float()
+    with without_tf32():
+        logits_TV = model(ids_1T, use_cache=False).logits[0, :-1].float()
     found: list[float] = logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].tolist()
     return found
 
@@ -115,7 +118,7 @@ def passes(
     named = {name: to_named(name, one) for name, one in state.items()}
     policy.swap(policy.stage(named, version=1))
     narrow = [logprobs(policy, ids).tolist() for ids in probes]
-    with policy.in_float32():
+    with policy.in_float32(), without_tf32():
         return {"narrow": narrow, "wide": [logprobs(policy, ids).tolist() for ids in probes]}
 
 

@@ -60,6 +60,21 @@ def attention_type(values: Tensor) -> torch.dtype:
     return torch.float64 if values.device.type == "cpu" else torch.float32
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Context in which products and convolutions in float32 keep all bits of their inputs on a GPU,
+    also in a process that allows TF32 (as `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE` does, which NVIDIA's
+    containers set)."""
+    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
 class _OwnAttention(TorchFunctionMode):
     """Computes torch's attention in float64 on a CPU, on values rounded to 16 bits."""
 

@@ -14,7 +14,7 @@ import torch
 from forge.core.prefix_tree import Sample
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import as_sample, own_logprobs
-from forge.rl.numerics import is_narrow
+from forge.rl.numerics import is_narrow, without_tf32
 from forge.rl.out_of_memory import memory_shortage
 from forge.runtime.telemetry import log
 from forge.runtime.weights import WeightProbe
@@ -38,7 +38,7 @@ def make_probe(
     count = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
     ids = Random(PROBE_TOKENS).choices(range(min(policy.vocabulary, config.vocab_size)), k=count)
     sample = as_sample(ids)
-    with policy.attention.stock():
+    with policy.attention.stock(), without_tf32():
         logprobs = _logprobs(policy, sample)
         rounded = [] if trainee is None else _published(policy, sample, trainee, published)
     return WeightProbe(ids=ids, logprobs=logprobs, published=rounded)

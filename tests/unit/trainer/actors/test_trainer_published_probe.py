@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from forge.rl.model.probe import own_logprobs
 from services.inference.engines.base import Probe, UnfitWeights
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.probe import adopt
 from services.trainer.actors.learner import TakeSnapshot
+from services.trainer.learner import publication_probe
 from services.trainer.learner.publication_probe import EXACT_EVERY
 from services.trainer.published.publisher import Snapshot
 from services.trainer.setting_tables import LoraSettings
@@ -67,3 +71,24 @@ def test_published_values_are_computed_seldom(model_path: Path, tmp_path: Path) 
     actor = started_learner(model_path, tmp_path, autocast="bfloat16")
     probes = [actor.receive(TakeSnapshot(step=1)).probe for _ in range(EXACT_EVERY + 2)]
     assert [n for n, one in enumerate(probes) if one.published] == [0, EXACT_EVERY]
+
+
+def test_probe_is_computed_without_tf32(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that allows it, as in NVIDIA's containers: engines compare in float32."""
+    found = []
+
+    def noted(*given: Any) -> torch.Tensor:
+        found.append(torch.get_float32_matmul_precision())
+        return own_logprobs(*given)
+
+    monkeypatch.setattr(publication_probe, "own_logprobs", noted)
+    actor = started_learner(model_path, tmp_path, autocast="bfloat16")
+    torch.set_float32_matmul_precision("high")
+    try:
+        actor.receive(TakeSnapshot(step=1))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert found == ["highest", "highest"]

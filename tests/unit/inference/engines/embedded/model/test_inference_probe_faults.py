@@ -1,11 +1,13 @@
 """The probe accepts right weights of each kind of model, and refuses planted faults.
 
-docs/benchmarks/numerics.md has the errors of more families.
+docs/benchmarks/numerics.md has the errors of more families. With FORGE_ENGINES_DEVICE=cuda:0 the
+engine is on that device (`make test-gpu-engine`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
+from benchmarks.probe_errors import examine
 from benchmarks.support.inference.model_families import families
 from forge.rl.model.probe import randomize
 from forge.rl.model.small_config import small_config
@@ -29,6 +32,7 @@ from services.inference.engines.tensor_bytes import DTYPES, to_named
 from tests.support.suite.matrix import usual
 
 FAMILIES = ("gemma2", "gpt_oss", "jamba", "llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_next")
+DEVICE = os.environ.get("FORGE_ENGINES_DEVICE", "cpu")
 State = dict[str, torch.Tensor]
 
 
@@ -109,7 +113,7 @@ def test_probe_separates_right_weights_from_planted_faults(
     faults of one layer are as small as rounding, but not two swapped heads."""
     config, model = random_model(family)
     config.save_pretrained(tmp_path)
-    policy = Policy.build(str(tmp_path), dtype=dtype, device="cpu")
+    policy = Policy.build(str(tmp_path), dtype=dtype, device=DEVICE)
     state, probe = dict(model.state_dict()), probe_of(model)
     serve(policy, state, dtype, probe)
     faults = [swapped_heads]
@@ -135,7 +139,7 @@ def test_log_probs_of_published_values_show_small_faults_in_16_bits(
     monkeypatch.setattr(packed_linears, "_LEAST_NARROW", least)
     config, model = random_model(family)
     config.save_pretrained(tmp_path)
-    policy = Policy.build(str(tmp_path), dtype="bfloat16", device="cpu")
+    policy = Policy.build(str(tmp_path), dtype="bfloat16", device=DEVICE)
     state = dict(model.state_dict())
     probe = replace(probe_of(model), published=probe_of(rounded(model)).logprobs)
     serve(policy, state, "bfloat16", probe)
@@ -159,10 +163,64 @@ def test_log_probs_of_published_values_show_another_rotary_base(
     probe = replace(probe_of(model), published=probe_of(rounded(model)).logprobs)
     config.rope_parameters["rope_theta"] *= 1.1
     config.save_pretrained(tmp_path)
-    policy = Policy.build(str(tmp_path), dtype="bfloat16", device="cpu")
+    policy = Policy.build(str(tmp_path), dtype="bfloat16", device=DEVICE)
     with pytest.raises(UnfitWeights):
         serve(policy, model.state_dict(), "bfloat16", probe)
     serve(policy, model.state_dict(), "bfloat16", replace(probe, published=()))
+
+
+class _NamedGpu(str):
+    """The CPU, under the type of a GPU."""
+
+    type = "cuda"
+
+
+def test_log_probs_of_published_values_are_compared_on_a_gpu(tmp_path: Path) -> None:
+    """The pass in float32 does not depend on the type of the device."""
+    config, model = random_model("qwen3")
+    probe = replace(probe_of(model), published=probe_of(rounded(model)).logprobs)
+    config.rope_parameters["rope_theta"] *= 1.1
+    config.save_pretrained(tmp_path)
+    policy = Policy.build(str(tmp_path), dtype="float32", device="cpu")
+    policy.device = _NamedGpu("cpu")  # type: ignore[assignment]
+    with pytest.raises(UnfitWeights):
+        serve(policy, model.state_dict(), "bfloat16", probe)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """A process that allows TF32, as in NVIDIA's containers."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("tf32")
+def test_float32_probe_computes_without_tf32(tmp_path: Path) -> None:
+    """Right weights would exceed its limit otherwise; afterwards the process has its own
+    setting."""
+    config, model = random_model("qwen3")
+    config.save_pretrained(tmp_path)
+    policy = Policy.build(str(tmp_path), dtype="bfloat16", device=DEVICE)
+    probe = replace(probe_of(model), published=probe_of(rounded(model)).logprobs)
+    found: dict[torch.dtype, str] = {}
+
+    def note(module: Any, given: Any) -> None:
+        found[policy._computed_type] = torch.get_float32_matmul_precision()
+
+    policy.module.register_forward_pre_hook(note)
+    serve(policy, model.state_dict(), "bfloat16", probe)
+    assert found == {torch.bfloat16: "high", torch.float32: "highest"}
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_benchmark_compares_with_a_forward_that_caps_scores() -> None:
+    """transformers before 5.18 give Gemma 2 an attention without the cap."""
+    config, model = random_model("gemma2")
+    model.config._attn_implementation_internal = "sdpa"
+    assert examine(config, model, probes=1, device=DEVICE)["wide"] < 2e-5
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no kernel"), MemoryError()])
@@ -172,7 +230,7 @@ def test_model_that_cannot_compute_in_float32_is_served_without_that_check(
     """The log has the reason."""
     config, model = random_model("qwen3")
     config.save_pretrained(tmp_path)
-    policy = Policy.build(str(tmp_path), dtype="bfloat16", device="cpu")
+    policy = Policy.build(str(tmp_path), dtype="bfloat16", device=DEVICE)
     probe = replace(probe_of(model), published=probe_of(rounded(model)).logprobs)
 
     def check(module: Any, given: Any) -> None:
@@ -193,6 +251,6 @@ def test_float32_probe_refuses_another_rotary_base(family: str, tmp_path: Path) 
     config, model = random_model(family)
     config.rope_parameters["rope_theta"] *= 1.1
     config.save_pretrained(tmp_path)
-    policy = Policy.build(str(tmp_path), dtype="float32", device="cpu")
+    policy = Policy.build(str(tmp_path), dtype="float32", device=DEVICE)
     with pytest.raises(UnfitWeights):
         serve(policy, model.state_dict(), "float32", probe_of(model))
