@@ -149,6 +149,7 @@ async def test_pydantic_model_is_parsed_with_exact_log_probs(
     for choice in completion.choices:
         assert choice.finish_reason == "stop"
         assert isinstance(choice.message.parsed, Atlas)
+    assert len({choice.message.content for choice in completion.choices}) == 2
     async with client.chat.completions.stream(
         model="policy", messages=ask("And?"), response_format=Atlas, temperature=0.7, seed=6
     ) as stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from forge.core.conversation.messages import Message
@@ -36,6 +36,8 @@ class TurnRequest:
     """Sampling parameters; the `grammar` applies to the answer, not to reasoning and tool calls."""
     asked: common_pb2.SamplingParams | None = None
     """The agent's parameters, if the session's policy replaced `sampling`."""
+    choice: int = 0
+    """Number of the answer among those to one prompt; see `choice_sampling`."""
     stop: Sequence[str] = ()
     template_kwargs: str = ""
     """Variables of the chat template, a JSON object; they replace those of the session's token."""
@@ -54,6 +56,21 @@ class TurnRequest:
     """Size of the request as it was received."""
     traceparent: str = ""
     """Trace context of the model call; "": not traced."""
+
+
+def choices_of(request: TurnRequest, count: int) -> list[TurnRequest]:
+    """Returns the requests for `count` answers to one prompt."""
+    return [replace(request, choice=number) for number in range(count)]
+
+
+def choice_sampling(request: TurnRequest) -> common_pb2.SamplingParams:
+    """Returns a copy of the sampling parameters; the agent's seed is that of the first answer, and
+    each further one has the next seed, or all would be equal."""
+    sampling = common_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)
+    if sampling.HasField("seed"):
+        sampling.seed = (sampling.seed + request.choice) % 2**64
+    return sampling
 
 
 def sampling_values(sampling: common_pb2.SamplingParams) -> dict[str, float]:

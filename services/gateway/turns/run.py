@@ -20,7 +20,7 @@ from forge.v1 import common_pb2, inference_pb2
 from services.gateway.actors.messages import EndCall, EndOther
 from services.gateway.config import SamplingBounds
 from services.gateway.conversation.prompt import Prompt, SampledAnswer
-from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.conversation.turn_request import TurnRequest, choice_sampling
 from services.gateway.errors import SessionClosed
 from services.gateway.metrics import PREPARE_SECONDS
 from services.gateway.model.chat_model import ChatModel
@@ -200,8 +200,7 @@ class Turns:
         grammar: common_pb2.Grammar | None,
         call: SampleCall,
     ) -> inference_pb2.SampleRequest:
-        sampling = common_pb2.SamplingParams()
-        sampling.CopyFrom(request.sampling)
+        sampling = choice_sampling(request)
         room = self.context_limit(session.claims) - prompt.tokens
         sampling.max_tokens = min(sampling.max_tokens or room, room)
         sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)

@@ -19,7 +19,7 @@ from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.conversation.turn_request import TurnRequest, choices_of
 from services.gateway.external.api import ExternalApi
 from services.gateway.http.choices import Choice, finish_all, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
@@ -180,7 +180,7 @@ class GenerateAnswer:
 
     async def complete(self, session: Session, request: TurnRequest) -> Json:
         """Returns the response object."""
-        turns = await finish_all(self.turns, session, [request] * self.candidates)
+        turns = await finish_all(self.turns, session, choices_of(request, self.candidates))
         candidates = [
             self.candidate(index, self._parts(turn)) | self.end_of(turn)
             for index, turn in enumerate(turns)
@@ -189,7 +189,8 @@ class GenerateAnswer:
 
     def events(self, session: Session, request: TurnRequest) -> AsyncGenerator[bytes, None]:
         """Yields the answer as server-sent events."""
-        choices = [_Candidate(self, session, request, at) for at in range(self.candidates)]
+        requests = choices_of(request, self.candidates)
+        choices = [_Candidate(self, session, one, at) for at, one in enumerate(requests)]
         return merged(choices, end=self._last)
 
     def envelope(self, candidates: Sequence[Json], **more: Any) -> Json:

@@ -18,7 +18,7 @@ from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
 from forge.core.token_columns import int32_array
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.conversation.turn_request import TurnRequest, choices_of
 from services.gateway.http.choices import Choice, finish_all, merged
 from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
 from services.gateway.http.forward import ModelRequest, served_or_forwarded
@@ -127,7 +127,7 @@ class Completion(CompletionObject):
 
     async def complete(self) -> dict[str, Any]:
         """Returns the completion object."""
-        turns = await finish_all(self.turns, self.session, [self.request] * self.choices)
+        turns = await finish_all(self.turns, self.session, choices_of(self.request, self.choices))
         choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
         return self.complete_object(choices, turns) | self.prompt_ids(turns[0].prompt_ids)
 
@@ -138,7 +138,8 @@ class Completion(CompletionObject):
     def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the answer as server-sent events, simultaneous ones together; the last item is an
         `Ending`."""
-        choices = [_StreamedChoice(self, index) for index in range(self.choices)]
+        requests = choices_of(self.request, self.choices)
+        choices = [_StreamedChoice(self, index, one) for index, one in enumerate(requests)]
         return choices[0].events() if len(choices) == 1 else merged(choices, end=self.end)
 
     def prompt_ids(self, ids: bytes) -> dict[str, Any]:
@@ -169,16 +170,17 @@ class Completion(CompletionObject):
 class _StreamedChoice(Choice):
     """The chunks of one choice."""
 
-    def __init__(self, completion: Completion, index: int) -> None:
+    def __init__(self, completion: Completion, index: int, request: TurnRequest) -> None:
         super().__init__()
         self._completion = completion
         self._index = index
+        self._request = request
         self._calls = 0
         self._begun = False
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the chunks of each piece together; a single choice also ends the completion."""
-        run = self._completion.turns.run_turn(self._completion.session, self._completion.request)
+        run = self._completion.turns.run_turn(self._completion.session, self._request)
         begun = self._completion.request.prefill if self._completion.echo else ""
         chunks = [self._chunk({"role": "assistant", "content": begun})]
         async with aclosing(run) as pieces:

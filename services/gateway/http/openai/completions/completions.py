@@ -15,7 +15,7 @@ from aiohttp import web
 
 from forge.core.formats import TextDelta
 from forge.core.token_columns import int32_array
-from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.conversation.turn_request import TurnRequest, choices_of
 from services.gateway.http.choices import Choice, finish_all, merged
 from services.gateway.http.edge import Edge, json_response, sse, stream_events
 from services.gateway.http.forward import ModelRequest, served_or_forwarded
@@ -72,7 +72,11 @@ class Completions:
                 turns=turns,
                 session=session,
                 model=asked.model,
-                requests=[one for one in prompts for _ in range(schema.answers_of(asked))],
+                requests=[
+                    one
+                    for prompt in prompts
+                    for one in choices_of(prompt, schema.answers_of(asked))
+                ],
                 prompts=len(prompts),
                 include_usage=asked.includes_usage,
                 asked=asked,
