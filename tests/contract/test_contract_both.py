@@ -28,6 +28,7 @@ from tests.contract.engines import (
     reference,
 )
 from tests.contract.starts import serving
+from tests.support.inference.hand_off import held_passes
 from tests.support.inference.held_answers import held_answers
 from tests.support.inference.transformers_answers import greedy_of
 
@@ -57,25 +58,30 @@ async def test_next_turn_computes_only_its_new_tokens(both: Pair) -> None:
 
 
 async def test_long_prompt_is_read_between_the_steps_of_an_answer(both: Pair) -> None:
-    """The answer gets a token per pass: it grows before the long prompt has its first token."""
-    running, long = prompt_ids(20), prompt_ids(480, seed=1)
+    """The answer gets a token per pass: one that lacks fewer tokens than the long prompt has passes
+    ends before the prompt has its first token."""
+    running, long = prompt_ids(20), make_prompt(prompt_ids(480, seed=1), GREEDY)
     began = asyncio.Event()
-    lengths: list[int] = []
 
-    async def note(answer: Answer) -> None:
-        lengths.append(len(answer.ids))
+    async def note(_: Answer) -> None:
         began.set()
 
-    async def read_long() -> int:
+    sampling = replace(GREEDY, max_tokens=14)
+    with held_answers(4) as held:
+        answering = asyncio.create_task(both.sample(running, sampling, on_piece=note))
         await began.wait()
-        before = len(lengths)
-        assert is_greedy(reference("qwen3"), long, (await both.sample(long)).ids)
-        return len(lengths) - before
-
-    sampling = replace(GREEDY, max_tokens=450)
-    first, grown = await asyncio.gather(both.sample(running, sampling, on_piece=note), read_long())
-    assert is_greedy(reference("qwen3"), running, first.ids)
-    assert grown > 0
+        with held_passes() as passes:
+            reading = asyncio.create_task(both.prefill.prefill(long, hold_s=60))
+            await passes.begun()
+            held.free()
+            passes.free()
+            first = (await reading).first
+        assert answering.done()
+        answer = await answering
+    both.prefill.release(long.request_id)
+    model = reference("qwen3")
+    assert is_greedy(model, running, answer.ids) and len(answer.ids) == 14
+    assert is_greedy(model, prompt_ids(480, seed=1), list(first.ids))
 
 
 async def test_hand_off_of_a_prefill_engine_is_sampled(both: Pair, tmp_path: Path) -> None:

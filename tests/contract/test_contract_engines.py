@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.contract.engines import (
     reference,
 )
 from tests.contract.starts import StartInFolder, serving, start_in
+from tests.support.inference.hand_off import arriving_at_once
 from tests.support.inference.held_answers import held_answers
 from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 from tests.support.suite.matrix import usual
@@ -352,11 +354,14 @@ async def test_equal_prompts_are_prefilled_once(pair: Pair) -> None:
     """Simultaneous rollouts of one prompt differ by their seeds only, and cost one prefill."""
     ids = prompt_ids(50)
     seeded = [replace(SAMPLED, seed=seed) for seed in range(6)]
-    answers = await asyncio.gather(*(pair.sample(ids, sampling) for sampling in seeded))
+    # The other libraries may compute equal prompts of a batch beside each other.
+    is_embedded = pair.capabilities.engine == "embedded"
+    async with arriving_at_once(pair.prefill) if is_embedded else nullcontext():
+        together = asyncio.gather(*(pair.sample(ids, sampling) for sampling in seeded))
+    answers = await together
     alone = [await pair.sample(ids, sampling) for sampling in seeded]
     assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
-    # The other libraries may compute equal prompts of a batch beside each other.
-    if pair.capabilities.engine == "embedded":
+    if is_embedded:
         assert sorted(answer.cached_tokens for answer in answers) == [0] + 5 * [50]
     expected = logprobs_of(reference("qwen3"), ids, answers[5].ids)
     assert torch.allclose(torch.tensor(answers[5].logprobs), expected, atol=1e-4)

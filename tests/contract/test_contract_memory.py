@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from services.inference.engines.embedded.model.policy import Policy
 from tests.contract import engines
 from tests.contract.engines import (
     GREEDY,
+    Answer,
     is_greedy,
     prompt_ids,
     published,
     reference,
 )
 from tests.contract.starts import StartInFolder, start_in
+from tests.support.inference.held_answers import held_answers
 
 pytestmark = pytest.mark.matrix
 
@@ -53,15 +56,21 @@ async def test_prefix_cache_is_bounded(start: StartInFolder) -> None:
         assert (await pair.sample(old)).cached_tokens == 0
 
 
+async def at_once(samples: Iterable[Coroutine[Any, Any, Answer]]) -> list[Any]:
+    """The answer or the error of each; none samples before all have come."""
+    with held_answers(1) as held:
+        calls = [asyncio.create_task(sample) for sample in samples]
+        await held.has(len(calls))
+        held.free()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+
 async def test_youngest_request_is_preempted_when_memory_is_full(start: StartInFolder) -> None:
     """Older requests finish, and the youngest gets a retryable error."""
     async with start(kv_bytes=(256 + 512) * TOKEN_BYTES) as pair:
         await pair.load(published(reference("qwen3")), version=1)
         long = replace(GREEDY, max_tokens=400)
-        outcomes = await asyncio.gather(
-            *(pair.sample(prompt_ids(20, seed=n), long) for n in range(3)),
-            return_exceptions=True,
-        )
+        outcomes = await at_once(pair.sample(prompt_ids(20, seed=n), long) for n in range(3))
     assert any(isinstance(outcome, ResourceExhausted) for outcome in outcomes)
     assert any(isinstance(outcome, engines.Answer) for outcome in outcomes)
 
@@ -73,9 +82,7 @@ async def test_preempted_request_leaves_the_others_whole(start: StartInFolder, g
     async with start(kv_bytes=7 * 64 * TOKEN_BYTES) as pair:
         await pair.load(published(model), version=1)
         long = replace(GREEDY, max_tokens=100)
-        outcomes = await asyncio.gather(
-            *(pair.sample(prompt_ids(40), long) for _ in range(group)), return_exceptions=True
-        )
+        outcomes = await at_once(pair.sample(prompt_ids(40), long) for _ in range(group))
     answers = [outcome for outcome in outcomes if isinstance(outcome, engines.Answer)]
     refused = [outcome for outcome in outcomes if isinstance(outcome, ResourceExhausted)]
     assert len(answers) + len(refused) == group and answers

@@ -17,7 +17,9 @@ from tests.contract.engines import (
     reference,
 )
 from tests.contract.starts import StartInFolder, start_in
+from tests.support.inference.hand_off import held_passes
 from tests.support.inference.transformers_answers import greedy_of
+from tests.support.runtime.waiting import settle
 
 
 @pytest.fixture(params=engines.EMBEDDED)
@@ -37,6 +39,11 @@ async def test_short_prompt_overtakes_a_long_one(start: StartInFolder) -> None:
     async with start(pass_tokens=32) as pair:
         await pair.load(published(reference("qwen3")), version=1)
         prompts = [prompt_ids(480), prompt_ids(9, seed=1)]
-        await asyncio.gather(*(read(pair, ids) for ids in prompts))
+        with held_passes() as passes:
+            reading = asyncio.gather(*(read(pair, ids) for ids in prompts))
+            await passes.begun()
+            await settle()
+            passes.free()
+            await reading
     assert list(firsts) == [9, 480]
     assert firsts == {len(ids): greedy_of(reference("qwen3"), ids, 1) for ids in prompts}

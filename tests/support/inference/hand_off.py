@@ -20,10 +20,12 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SamplingParams
 from services.inference import codec
+from services.inference.engines.base import PrefillEngine
 from services.inference.engines.embedded.prefill import PrefillActor
 from services.inference.worker.service import DecodeServicer, PrefillServicer
-from tests.contract.engines import Answer, Pair
+from tests.contract.engines import GREEDY, Answer, Pair, make_prompt
 from tests.support.inference.weight_sources import SECURITY
+from tests.support.runtime.waiting import settle, until
 
 _LONG_S = 60.0
 
@@ -34,6 +36,7 @@ class Passes:
     def __init__(self) -> None:
         self._allowed = threading.Semaphore(0)
         self._free = threading.Event()
+        self._begun = threading.Event()
 
     def let(self, passes: int) -> None:
         """Lets so many run."""
@@ -44,7 +47,12 @@ class Passes:
         self._free.set()
         self._allowed.release()
 
+    async def begun(self) -> None:
+        """Returns once a pass waits."""
+        await until(self._begun.is_set)
+
     def wait(self) -> None:
+        self._begun.set()
         if not self._free.is_set():
             assert self._allowed.acquire(timeout=_LONG_S), "no pass was let run"
 
@@ -64,6 +72,21 @@ def held_passes() -> Iterator[Passes]:
             yield passes
         finally:
             passes.free()
+
+
+@asynccontextmanager
+async def arriving_at_once(engine: PrefillEngine) -> AsyncIterator[None]:
+    """The prompts of the block reach an embedded engine together: until its end the engine computes
+    another one."""
+    other = make_prompt([1], GREEDY)
+    with held_passes() as passes:
+        reading = asyncio.create_task(engine.prefill(other, hold_s=_LONG_S))
+        await passes.begun()
+        yield
+        await settle()
+        passes.free()
+        await reading
+    engine.release(other.request_id)
 
 
 Damage = Callable[[pb.FetchKvResponse], None]

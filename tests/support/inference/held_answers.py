@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from unittest import mock
 
 from services.inference.engines.embedded.decode import DecodeActor
+from services.inference.engines.embedded.messages import Join
 from services.inference.engines.embedded.sequences import DecodeSequence
 from tests.support.inference.tensorrt_llm_fake.core import Core, Request
+from tests.support.runtime.waiting import until
 
 _PAUSE_S = 0.001
 
@@ -26,10 +28,16 @@ class HeldAnswers:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._free = threading.Event()
+        self.joined = 0
+        """Requests that have come to an embedded engine to sample, also those that it refused."""
 
     def free(self) -> None:
         """Lets all answers end."""
         self._free.set()
+
+    async def has(self, requests: int) -> None:
+        """Returns once so many have come."""
+        await until(lambda: self.joined >= requests)
 
     def holds(self, tokens: int) -> bool:
         """Whether an answer of so many tokens gets no further one."""
@@ -40,7 +48,14 @@ class HeldAnswers:
 def held_answers(tokens: int) -> Iterator[HeldAnswers]:
     """Around requests: their answers stop at `tokens` tokens. All before are sent."""
     held = HeldAnswers(tokens)
-    run_step, advance, is_due = DecodeActor._run_step, Core._advance, DecodeSequence.is_due
+    run_step, join = DecodeActor._run_step, DecodeActor._join
+    advance, is_due = Core._advance, DecodeSequence.is_due
+
+    def counted_join(actor: DecodeActor, message: Join) -> None:
+        try:
+            join(actor, message)
+        finally:
+            held.joined += 1
 
     def step(actor: DecodeActor) -> None:
         if any(held.holds(len(one.sampled)) for one in actor._running):
@@ -59,6 +74,7 @@ def held_answers(tokens: int) -> Iterator[HeldAnswers]:
 
     with (
         mock.patch.object(DecodeActor, "_run_step", step),
+        mock.patch.object(DecodeActor, "_join", counted_join),
         mock.patch.object(DecodeSequence, "is_due", due),
         mock.patch.object(Core, "_advance", advance_request),
     ):

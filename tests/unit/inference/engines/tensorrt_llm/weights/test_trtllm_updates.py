@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from forge.core.errors import Unavailable
+from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.tensorrt_llm.arguments import Role
+from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
 from services.inference.engines.tensorrt_llm.metrics import STAGED_BYTES
 from services.inference.engines.tensorrt_llm.weights import buckets
 from tests.contract.engines import (
@@ -26,6 +28,7 @@ from tests.contract.engines import (
     published,
     reference,
 )
+from tests.support.inference.held_answers import held_answers
 from tests.support.inference.tensorrt_llm import OLD, both, core_of, load, started
 from tests.support.inference.tensorrt_llm_fake._torch import async_llm
 from tests.support.inference.tensorrt_llm_fake._torch.pyexecutor.model_loader import ModelLoader
@@ -44,8 +47,10 @@ async def test_update_continues_requests_in_flight(behaviour: Behaviour, model_p
         async def swap(answer: Answer) -> None:
             if engine.status().version == 1 and len(answer.ids) > 20:
                 await load(engine, seed=1, version=2)
+                held.free()
 
-        answer = await both(engine).sample(ids, replace(GREEDY, max_tokens=120), on_piece=swap)
+        with held_answers(60) as held:
+            answer = await both(engine).sample(ids, replace(GREEDY, max_tokens=120), on_piece=swap)
         before = answer.versions.count(1)
         assert answer.versions == before * [1] + (120 - before) * [2]
         assert 20 < before < 120
@@ -66,12 +71,14 @@ async def test_update_waits_for_transfers_before_its_pause(
         await load(prefill, decode)
         ids = prompt_ids(40)
         sampling = replace(GREEDY, max_tokens=60)
-        sampling_task = asyncio.create_task(
-            Pair(prefill=prefill, decode=decode).sample(ids, sampling)
-        )
-        await until(lambda: decode.status().running == 1)
-        await load(decode, seed=1, version=2)
-        answer = await sampling_task
+        with held_answers(30) as held:
+            sampling_task = asyncio.create_task(
+                Pair(prefill=prefill, decode=decode).sample(ids, sampling)
+            )
+            await until(lambda: decode.status().running == 1)
+            await load(decode, seed=1, version=2)
+            held.free()
+            answer = await sampling_task
         assert set(answer.versions) == {1, 2}
         assert behaviour.leaks == 0
 
@@ -172,13 +179,19 @@ async def test_failed_rank_restarts_from_the_last_version(
         assert not STAGED_BYTES._value.get()
 
 
+def impatient(engine: TensorRtLlm) -> TensorRtLlmSettings:
+    """Its settings with a short `update_timeout_s`."""
+    return replace(engine._llm._settings, update_timeout_s=0.5)
+
+
 async def test_library_that_does_not_end_ends_the_worker(
     behaviour: Behaviour, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that hangs in an update also delays the library's shutdown: the process ends, and its
     supervisor starts another one."""
-    async with started(model_path, Role.BOTH, update_timeout_s=0.5) as engine:
+    async with started(model_path, Role.BOTH) as engine:
         await load(engine)
+        monkeypatch.setattr(engine._llm, "_settings", impatient(engine))
         released = Event()
         shutdown = engine._llm.engine.shutdown
 
@@ -201,12 +214,22 @@ async def test_prompt_that_hangs_in_the_library_ends_with_a_restart(
 ) -> None:
     """A prefill engine waits for its prompts before an update. One that never ends would keep the
     old weights forever."""
-    async with started(model_path, Role.PREFILL, update_timeout_s=0.5) as engine:
+    async with started(model_path, Role.PREFILL) as engine:
         await load(engine)
+        llm = engine._llm
+        usual, quiesce = llm._settings, llm._quiesce
+
+        async def in_vain() -> None:
+            # The restart afterwards has its time.
+            llm._settings = usual
+            await quiesce()
+
         engines_before = len(async_llm.started)
         monkeypatch.setattr(core_of(engine), "_advance", lambda _: False)
         hanging = asyncio.create_task(engine.prefill(make_prompt(prompt_ids(40), GREEDY), hold_s=9))
         await until(lambda: engine.status().running == 1)
+        monkeypatch.setattr(llm, "_quiesce", in_vain)
+        llm._settings = impatient(engine)
         with pytest.raises(Unavailable, match="1 requests did not end"):
             await load(engine, seed=1, version=2)
         with pytest.raises(Unavailable, match="shut down"):
