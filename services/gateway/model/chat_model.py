@@ -8,6 +8,7 @@ weights: torch is never imported. A model directory has the layout of transforme
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -211,6 +212,19 @@ class ChatModel:
         """Returns the text of one token, special or not."""
         return cast(str, self._backend.decode([token_id], skip_special_tokens=False))
 
+    def piece_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of one token, which may be a part of a character: `piece` shows such a
+        part as U+FFFD."""
+        text = self.piece(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        token = cast(str, self._backend.id_to_token(token_id))
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        if all(character in _BYTES for character in token):
+            return bytes(_BYTES[character] for character in token)
+        return text.encode()
+
     def starts_inside(self, prompt_ids: bytes, *, opening: str = "") -> bool:
         """Returns True if an answer to this prompt begins with reasoning that no tag opens.
 
@@ -310,6 +324,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Returns the bytes of the characters of byte-level tokens (GPT-2): printable ones stand for
+    themselves, the others for those from 256 on, in order."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in own]
+    shown = {chr(byte): byte for byte in own}
+    return shown | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+"""A byte in a vocabulary of texts, for characters that it lacks."""
 _CALLED = (*ASKED, Message(role="assistant", tool_calls=(SAMPLE_CALL,)))
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt that show whether its template opened the reasoning."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from math import isfinite
+from typing import NamedTuple
 
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.errors import DataLoss
@@ -38,15 +39,23 @@ _TOP_COLUMNS = ("top_ids", "top_logprobs")
 """Columns with the likeliest tokens, the same number per position; empty unless requested."""
 
 
+class LikelyToken(NamedTuple):
+    """A token and its log-prob at a position."""
+
+    token_id: int
+    text: str
+    """U+FFFD for a part of a character."""
+    raw: bytes
+    logprob: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     """One sampled token, for clients that request log-probs."""
 
-    token_id: int
-    text: str
-    logprob: float
-    top: Sequence[tuple[int, str, float]] = ()
-    """The likeliest tokens at its position with their log-probs, likeliest first, if requested."""
+    sampled: LikelyToken
+    top: Sequence[LikelyToken] = ()
+    """The likeliest tokens at its position, likeliest first, if requested."""
 
 
 class AnswerParser:
@@ -217,20 +226,22 @@ class AnswerParser:
         ids = int32_array(bytes(self._columns["ids"]))
         logprobs = float32_array(bytes(self._columns["logprobs"]))
         return [
-            TokenLogprob(
-                token_id=token_id, text=self._model.piece(token_id), logprob=logprob, top=top
-            )
+            TokenLogprob(sampled=self._likely(token_id, logprob), top=top)
             for token_id, logprob, top in zip(ids, logprobs, self._top(len(ids)), strict=True)
         ]
 
-    def _top(self, count: int) -> Iterator[Sequence[tuple[int, str, float]]]:
+    def _likely(self, token_id: int, logprob: float) -> LikelyToken:
+        model = self._model
+        return LikelyToken(token_id, model.piece(token_id), model.piece_bytes(token_id), logprob)
+
+    def _top(self, count: int) -> Iterator[Sequence[LikelyToken]]:
         """Yields the likeliest tokens per position, without those of probability 0."""
         ids = int32_array(bytes(self._columns["top_ids"]))
         logprobs = float32_array(bytes(self._columns["top_logprobs"]))
         width = len(ids) // count if count else 0
         for start in range(0, count * width, width) if width else ():
             pairs = zip(ids[start : start + width], logprobs[start : start + width], strict=True)
-            yield [(i, self._model.piece(i), logprob) for i, logprob in pairs if isfinite(logprob)]
+            yield [self._likely(i, logprob) for i, logprob in pairs if isfinite(logprob)]
         if not width:
             yield from repeat((), count)
 

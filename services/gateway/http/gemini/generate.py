@@ -31,6 +31,7 @@ from services.gateway.http.message_parts.arguments import input_json
 from services.gateway.http.openai.responses.tools import count_omitted
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.sessions import Session
+from services.gateway.turns.answer_parser import LikelyToken
 from services.gateway.turns.run import Turns
 from services.gateway.turns.types import Turn
 
@@ -311,12 +312,16 @@ def _call(call_id: str, name: str, arguments: str) -> Json:
 def _logprobs(turn: Turn) -> Json:
     tokens = turn.token_logprobs()
 
-    def named(token_id: int, text: str, logprob: float) -> Json:
-        return {"token": text, "tokenId": token_id, "logProbability": logprob}
+    def named(token: LikelyToken) -> Json:
+        return {
+            "token": token.text,
+            "tokenId": token.token_id,
+            "logProbability": token.logprob,
+        }
 
-    chosen = [named(token.token_id, token.text, token.logprob) for token in tokens]
-    top = [{"candidates": [named(*likely) for likely in token.top]} for token in tokens]
-    total = sum(token.logprob for token in tokens)
+    chosen = [named(token.sampled) for token in tokens]
+    top = [{"candidates": list(map(named, token.top))} for token in tokens]
+    total = sum(token.sampled.logprob for token in tokens)
     return {
         "avgLogprobs": total / len(tokens) if tokens else 0.0,
         "logprobsResult": {"chosenCandidates": chosen, "topCandidates": top},

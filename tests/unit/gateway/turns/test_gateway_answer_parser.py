@@ -111,7 +111,7 @@ def test_end_token_is_kept_but_not_shown() -> None:
     answer = parser_of()
     assert read(answer, [[*spelt("hi"), END]]) == "hi"
     assert int32_array(answer.tokens().ids)[-1] == END
-    assert [token.text for token in answer.token_logprobs()] == ["h", "i", "<|im_end|>"]
+    assert [token.sampled.text for token in answer.token_logprobs()] == ["h", "i", "<|im_end|>"]
 
 
 def test_calls_get_ids_once() -> None:
@@ -150,14 +150,16 @@ def test_answer_has_the_top_logprobs_of_its_tokens() -> None:
     answer = parser_of()
     read_whole = [*answer.feed(sent), *answer.finish()]
     assert read_whole
-    assert [[top[1:] for top in token.top] for token in answer.token_logprobs()] == [
+    assert [
+        [(top.text, top.logprob) for top in token.top] for token in answer.token_logprobs()
+    ] == [
         [("a", -0.5), ("x", -1.0)],
         [("b", -0.5), ("y", -1.0)],
         [("c", -0.25)],
     ]
     stopped = parser_of(stop=["b"])
     stopped.feed(sent)
-    assert [token.top[0][1] for token in stopped.token_logprobs()] == ["a", "b"]
+    assert [token.top[0].text for token in stopped.token_logprobs()] == ["a", "b"]
     sent.top_ids = sent.top_ids[:-8]
     with pytest.raises(DataLoss, match="unequal"):
         parser_of().feed(sent)

@@ -33,6 +33,7 @@ from services.gateway.http.openai.fields import CHAT
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.http.request_fields.request_body import checked_stops
 from services.gateway.model.chat_model import ChatModel
+from services.gateway.turns.answer_parser import LikelyToken
 from services.gateway.turns.types import Piece, Turn
 
 
@@ -236,15 +237,15 @@ class _StreamedChoice(Choice):
 def token_logprobs(turn: Turn, *, ids_as_text: bool = False) -> list[dict[str, Any]]:
     """Returns the log-probs of a turn in OpenAI's format. `ids_as_text`: tokens are named by id."""
     return [
-        _logprob(token.token_id, token.text, token.logprob, ids_as_text)
-        | {"top_logprobs": [_logprob(*likely, ids_as_text) for likely in token.top]}
+        _logprob(token.sampled, ids_as_text)
+        | {"top_logprobs": [_logprob(likely, ids_as_text) for likely in token.top]}
         for token in turn.token_logprobs()
     ]
 
 
-def _logprob(token_id: int, text: str, logprob: float, as_id: bool) -> dict[str, Any]:
+def _logprob(token: LikelyToken, as_id: bool) -> dict[str, Any]:
     return {
-        "token": f"token_id:{token_id}" if as_id else text,
-        "logprob": logprob,
-        "bytes": list(text.encode()),
+        "token": f"token_id:{token.token_id}" if as_id else token.text,
+        "logprob": token.logprob,
+        "bytes": list(token.raw),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -29,7 +30,7 @@ from services.gateway.http.openai.completions.completion_object import (
 from services.gateway.http.openai.fields import COMPLETIONS
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.http.request_fields.request_body import checked_stops
-from services.gateway.turns.answer_parser import TokenLogprob
+from services.gateway.turns.answer_parser import LikelyToken, TokenLogprob
 from services.gateway.turns.types import Piece, Turn
 
 
@@ -200,21 +201,16 @@ class _StreamedChoice(Choice):
 def logprobs(tokens: Sequence[TokenLogprob], *, as_ids: bool) -> dict[str, Any]:
     """Returns log-probs in the format of completions; offsets count from the answer's begin."""
 
-    def name(token_id: int, text: str) -> str:
-        return f"token_id:{token_id}" if as_ids else text
+    def name(token: LikelyToken) -> str:
+        return f"token_id:{token.token_id}" if as_ids else token.text
 
-    offsets: list[int] = []
-    length = 0
-    for token in tokens:
-        offsets.append(length)
-        length += len(token.text)
+    sampled = [token.sampled for token in tokens]
+    lengths = [len(token.text) for token in sampled]
     return {
-        "tokens": [name(token.token_id, token.text) for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
+        "tokens": list(map(name, sampled)),
+        "token_logprobs": [token.logprob for token in sampled],
         "top_logprobs": [
-            {name(i, text): logprob for i, text, logprob in token.top}
-            | {name(token.token_id, token.text): token.logprob}
-            for token in tokens
+            {name(one): one.logprob for one in (*token.top, token.sampled)} for token in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(lengths[:-1], initial=0)) if lengths else [],
     }
