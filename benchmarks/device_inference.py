@@ -12,11 +12,13 @@ other:
     graphs          the engine in the role both: a decode step is one CUDA graph of fused layers
     unfused         a graph of the layers' own kernels
     eager           the same without graphs
+    engine          in place of these three, for layers without graphs: recurrent ones
     generate        transformers, one call for all prompts, SDPA
     generate_batch  the continuous batching of transformers (with --peers)
 
     <program>.<batch>.first_ms          until all prompts have their first token
     <program>.<batch>.decode_tokens_s   the other tokens over the rest of the time
+    <program>.<batch>.decode_min, .decode_max   that speed in the slowest and in the fastest round
     <program>.<batch>.tokens_s          all tokens over all time
     drafts.<batch>.<heads>.decode_tokens_s, .acceptance   with as many draft heads; the layers of
                     these weights change little, so that heads without layers foretell some tokens:
@@ -138,12 +140,7 @@ async def decode(bench: Bench) -> None:
     engine = await Engine.start(system, bench.folder, **bench.engine_options(28 << 10))
     await engine.served.load(bench.weights(), version=1)
     bench.note_memory("engine_and_model")
-    programs: dict[str, Generate] = {
-        "graphs": engine.graphs,
-        "unfused": engine.unfused,
-        "eager": engine.eager,
-        "generate": generate(bench.model),
-    }
+    programs = engine.programs() | {"generate": generate(bench.model)}
     if options.peers:
         programs["generate_batch"] = generate_batch(bench.model)
     for name in options.without:
@@ -171,6 +168,8 @@ async def decode(bench: Bench) -> None:
             tokens = batch * (ANSWER_TOKENS - 1)
             bench.note(f"{name}.{batch}.first_ms", median(first[name]) * 1e3)
             bench.note(f"{name}.{batch}.decode_tokens_s", tokens / median(rest_s))
+            bench.note(f"{name}.{batch}.decode_min", tokens / max(rest_s))
+            bench.note(f"{name}.{batch}.decode_max", tokens / min(rest_s))
             bench.note(f"{name}.{batch}.tokens_s", batch * ANSWER_TOKENS / median(whole[name]))
     await system.stop()
 

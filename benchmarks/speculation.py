@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
                                      [--steps N] [--root DIRECTORY] [--device cuda:0]
-                                     [--dtype bfloat16]
+                                     [--dtype bfloat16] [--points N]
 
 Heads are trained on samples of the starting policy. Then the policy takes optimizer steps on
 rewards of its own samples, drawn by the embedded engine, with draft heads of four kinds beside it:
@@ -12,8 +12,9 @@ rewards of its own samples, drawn by the embedded engine, with draft heads of fo
     tv         total variation before, no update since
     tv_online  total variation before, and an update with each batch
 
-None of them affects the policy: all follow the same one. Every few steps the engine answers
-held-out prompts, one at a time and at temperature 1, each without drafts and then with them:
+None of them affects the policy: all follow the same one. At `--points` steps, the first and the
+last among them, the engine answers held-out prompts, one at a time and at temperature 1, each
+without drafts and then with them:
 
     acceptance       share of accepted first drafts
     tokens_per_step  tokens of an answer in one decode step, on average
@@ -263,6 +264,7 @@ def main() -> None:
     parser = arguments(__doc__ or "", quick="the tiny model, 4 steps, few prompts")
     parser.add_argument("--model", default="tiny", help="tiny, smollm2 or a directory")
     parser.add_argument("--steps", type=int, help="optimizer steps of the policy")
+    parser.add_argument("--points", type=int, help="measurements, at least 2")
     parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of the engines")
@@ -275,6 +277,8 @@ def main() -> None:
         size = replace(TINY, steps=4, pretraining=40, prompts=4, rounds=1, points=2)
     if options.steps is not None:
         size = replace(size, steps=options.steps)
+    if options.points is not None:
+        size = replace(size, points=max(2, options.points))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with STEPS.running():

@@ -102,8 +102,14 @@ class Engine:
         settle()
         return cls(served, made[0] if made else None)
 
+    def programs(self) -> dict[str, Generate]:
+        """The ways to sample, by name: one alone without graphs."""
+        if self._pass is None:
+            return {"engine": self.graphs}
+        return {"graphs": self.graphs, "unfused": self.unfused, "eager": self.eager}
+
     async def graphs(self, prompts: list[list[int]], tokens: int) -> None:
-        """Sample with graphs."""
+        """Sample as a worker does, with graphs if there are any."""
         await asyncio.gather(*(self._one(ids, tokens) for ids in prompts))
 
     async def unfused(self, prompts: list[list[int]], tokens: int) -> None:
@@ -118,9 +124,7 @@ class Engine:
 
     async def eager(self, prompts: list[list[int]], tokens: int) -> None:
         """Sample without."""
-        if self._pass is None:
-            await self.graphs(prompts, tokens)
-            return
+        assert self._pass is not None
         with (
             patch.object(self._pass, "_uses_graphs", new=False),
             patch.object(PromptLayers, "used", new=_plain),

@@ -13,6 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from forge.rl.model.state_cache import StateCache
 from services.inference.engines.embedded.recurrent.shape import StateShape
 
 _LEAST_CHUNK = 16
+_KERNELS = ("fla", "mamba_ssm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +153,12 @@ class PackedLayer(StateCache):
         return recurrent_states
 
 
+@cache
+def _has_kernels() -> bool:
+    """Whether transformers finds a package with scans for GPUs, in place of its own ones."""
+    return any(find_spec(name) is not None for name in _KERNELS)
+
+
 def _functions(layer: torch.nn.Module) -> dict[str, Any]:
     return vars(sys.modules[type(layer).__module__])
 
@@ -164,7 +173,9 @@ def _views(
 
 
 def _fit_chunk(part: dict[str, Any], chunk: int, tokens: int) -> None:
-    """A scan pads to whole chunks: on a CPU a short piece takes a short one."""
+    """A scan pads to whole chunks: a short piece takes a short one, except with kernels of a GPU,
+    which are compiled for a size."""
     size = part.get("chunk_size") or chunk
-    if size and next(iter(part.values())).device.type == "cpu":
+    on_cpu = next(iter(part.values())).device.type == "cpu"
+    if size and (on_cpu or not _has_kernels()):
         part["chunk_size"] = min(size, max(_LEAST_CHUNK, 1 << (tokens - 1).bit_length()))

@@ -14,6 +14,7 @@ from forge.rl.model.small_config import small_config
 from services.inference.engines.embedded.kv.fitting import Recorder
 from services.inference.engines.embedded.model import packed_linears
 from services.inference.engines.embedded.model.policy import Policy
+from services.inference.engines.embedded.recurrent import packed
 from services.inference.engines.embedded.recurrent.packed import Piece
 from services.inference.engines.tensor_bytes import to_named
 
@@ -77,3 +78,20 @@ def test_sequences_of_one_pass_are_computed_as_each_alone(
             found, expected = (shape.of_layer(layer, one) for one in (row, state))
             for key, value in found.items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_short_piece_takes_a_short_chunk_unless_a_kernel_computes_it(
+    device: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any device transformers' own scans pad each piece to whole chunks of 256 tokens; `meta`
+    stands in for a GPU."""
+    monkeypatch.setattr(packed, "_has_kernels", lambda: kernels)
+    chunks = []
+    for tokens in (9, 40, 512):
+        part = {"hidden_states": torch.empty(1, tokens, device=device), "chunk_size": 256}
+        packed._fit_chunk(part, 0, tokens)
+        chunks.append(part["chunk_size"])
+    whole = kernels and device != "cpu"
+    assert chunks == ([256, 256, 256] if whole else [16, 64, 256])
