@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from hashlib import blake2b
 
 from forge.core.errors import InvalidArgument
 from forge.core.queue.activity import Activity
@@ -88,11 +87,6 @@ def _check_payload(task: common_pb2.Task) -> None:
     place = f"task {task.task_id}: payload_json {shown}"
     if not isinstance(parsed_json(task.payload_json, place), dict):
         raise InvalidArgument(f"{place} is not a JSON object")
-
-
-def digest_of(task: common_pb2.Task) -> bytes:
-    """Equal for equal tasks: distinguishes a repeated submission from an id conflict."""
-    return blake2b(task.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
 def check_wait_s(wait_s: float, *, max_wait_s: float) -> float:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from forge.cli.queue.outages import Outages
 from forge.cli.queue.submission import Submission
 from forge.cli.queue.submitting import Submitter
 from forge.client.operator import Operator
+from forge.core.errors import InvalidArgument
 from tests.support.scheduler.cluster import START_S, SchedulerCluster
 
 
@@ -16,7 +19,7 @@ async def test_submission_continues_after_the_leader_was_killed(
     forge: SchedulerCluster, tmp_path: Path
 ) -> None:
     """The next start of the command continues from the groups that the next leader finds in the
-    pool."""
+    pool, and refuses a file whose submitted rows changed."""
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps({"payload": {"n": n}}) + "\n" for n in range(4)))
     leader = forge.start_scheduler()
@@ -45,3 +48,6 @@ async def test_submission_continues_after_the_leader_was_killed(
     assert submitted.counts.accepted == 1
     ids = [group.group.task.task_id for group in await forge.groups("sums")]
     assert sorted(ids) == [f"sums.e0.r{row}" for row in range(4)]
+    file.write_text("".join(json.dumps({"payload": {"n": n + 1}}) + "\n" for n in range(4)))
+    with pytest.raises(InvalidArgument, match=r"task \d is not the one that was submitted"):
+        await Submitter(submission, outages).run(operator, lambda *_: None)

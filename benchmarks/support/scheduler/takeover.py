@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.scheduler.cluster import scheduler_cluster
+from forge.core.tasks.task_digest import task_digest
 from forge.runtime.telemetry import configure_logging
 from forge.v1 import common_pb2, pool_pb2
 from services.pool import validation
 from services.pool.store import PoolStore
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.validation import digest_of
 from tests.support.pool.records import make_reward
 from tests.support.pool.store import change
 from tests.support.scheduler.cluster import START_S, SchedulerCluster, SchedulerProcess, make_task
@@ -79,7 +79,7 @@ def fill(data_dir: Path, groups: int) -> None:
             tasks = [make_task(f"task-{number}") for number in numbers]
             records = [
                 common_pb2.GroupRecord(
-                    task=task, queue_index=number, pool_shard="s0", task_digest=digest_of(task)
+                    task=task, queue_index=number, pool_shard="s0", task_digest=task_digest(task)
                 )
                 for number, task in zip(numbers, tasks, strict=True)
             ]

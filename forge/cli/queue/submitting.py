@@ -21,6 +21,7 @@ from forge.client.operator import Operator, batches
 from forge.client.task_files import read_tasks
 from forge.core.errors import ConfigError, InvalidArgument, raise_all
 from forge.core.tasks.dataset_cursor import DatasetCursor, Place, chosen_of, place_of, task_id_of
+from forge.core.tasks.task_digest import task_digest
 from forge.runtime.process.host_check import failures
 from forge.v1 import common_pb2, scheduler_pb2
 
@@ -132,6 +133,7 @@ class Submitter:
         async for group in operator.groups(name):
             place = place_of(name, group.group.task.task_id)
             if place is not None:
+                self._check_unchanged(place, group.group)
                 submitted.append(place)
                 self.counts.add_earlier(group)
         return DatasetCursor(
@@ -141,6 +143,20 @@ class Submitter:
             shuffle=self._submission.shuffle,
             submitted=submitted,
         )
+
+    def _check_unchanged(self, place: Place, group: common_pb2.GroupRecord) -> None:
+        """Raises InvalidArgument for a row that is not the submitted task. A group from a scheduler
+        of an earlier release has no digest and is not checked."""
+        if not group.task_digest or place.row >= self.rows:
+            return
+        task = self._named(place)
+        task.purpose = common_pb2.PURPOSE_TRAIN
+        if task_digest(task) != group.task_digest:
+            raise InvalidArgument(
+                f"{self._submission.file}: task {place.row + 1} is not the one that was submitted "
+                f"as {group.task.task_id}: restore the file and its options (--domain, --scaffold, "
+                "--group-size), or submit it as a new data set with another --name"
+            )
 
     async def _submit(self, operator: Operator, tasks: Sequence[common_pb2.Task]) -> None:
         """Submits the tasks that the scheduler does not refuse."""

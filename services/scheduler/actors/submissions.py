@@ -13,6 +13,7 @@ from typing import Any
 
 from forge.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from forge.core.placement.sharding import choose_shard
+from forge.core.tasks.task_digest import task_digest
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
@@ -20,7 +21,6 @@ from forge.v1 import common_pb2
 from services.scheduler.groups.group_look_up import ask_with_look_up
 from services.scheduler.shards.pool_shards import PoolShards, gathered
 from services.scheduler.state.messages.groups import AddGroups, FindNew, ReserveIndices, Submit
-from services.scheduler.validation import digest_of
 
 ASK_S = 10.0
 RETRY_S = 5.0
@@ -90,7 +90,7 @@ class SubmissionActor(Actor):
     def _record(self, task: common_pb2.Task) -> common_pb2.GroupRecord:
         record = self._unsettled.get(task.task_id)
         if record is not None:
-            if digest_of(record.task) != digest_of(task):
+            if task_digest(record.task) != task_digest(task):
                 raise InvalidArgument(
                     f"task_id {task.task_id!r} was submitted before with different content"
                 )
@@ -106,7 +106,7 @@ class SubmissionActor(Actor):
             queue_index=index,
             state=common_pb2.GROUP_STATE_PENDING,
             pool_shard=choose_shard(task.task_id, self._placeable()),
-            task_digest=digest_of(task),
+            task_digest=task_digest(task),
         )
         self._next_index[task.purpose] = index + 1
         return record

@@ -113,7 +113,7 @@ async def _scan(
 
 
 def _view(stored: StoredGroup) -> GroupView:
-    record = record_of(stored.group, common_pb2.Task.FromString(stored.entry.task))
+    record = record_of(stored.group, stored.entry)
     return GroupView(
         record=record,
         trajectory_ids=stored.group.sealed_ids(),

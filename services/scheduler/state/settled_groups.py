@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from forge.core.queue.group_ledger import GroupLedger
+from forge.core.tasks.task_digest import task_digest
 from services.scheduler.state.messages.groups import LookedUp, LookUp, Tagged
 from services.scheduler.state.stored_group import StoredGroup
 from services.scheduler.state.task_catalog import Catalog
-from services.scheduler.validation import digest_of
 
 
 class SettledGroups:
@@ -53,7 +53,7 @@ class SettledGroups:
         known = self._catalog.digest(task_id)
         if known is None and task_id in looked_up.groups:
             record = looked_up.groups[task_id]
-            known = record.task_digest or digest_of(record.task)
+            known = record.task_digest or task_digest(record.task)
         return None if known is None else known == digest
 
     def in_memory(self, task_ids: Iterable[str]) -> Iterator[str]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.core.queue.groups import Group, Phase
+from forge.core.tasks.task_digest import task_digest
 from forge.v1 import common_pb2
-from services.scheduler.validation import digest_of
 
 STATES = {
     Phase.BATCHED: common_pb2.GROUP_STATE_BATCHED,
@@ -35,7 +35,7 @@ class TaskEntry:
     def of(cls, task: common_pb2.Task, *, digest: bytes, payload: bool = True) -> TaskEntry:
         """`digest` of the submitted task; b"" if `task` is that task. Without `payload`, removes it
         from `task`."""
-        digest = digest or digest_of(task)
+        digest = digest or task_digest(task)
         if not payload:
             task.payload_json = ""
         return cls(digest, task.SerializeToString())
@@ -91,14 +91,16 @@ class Catalog:
 
     def record(self, group: Group) -> common_pb2.GroupRecord:
         """The record of a group for clients, without its payload."""
-        return record_of(group, self.task(group.spec.task_id))
+        return record_of(group, self._entries[group.spec.task_id])
 
 
-def record_of(group: Group, task: common_pb2.Task) -> common_pb2.GroupRecord:
-    """The record of a group for clients; removes the payload from `task`."""
+def record_of(group: Group, entry: TaskEntry) -> common_pb2.GroupRecord:
+    """The record of a group for clients, without its payload."""
+    task = common_pb2.Task.FromString(entry.task)
     task.payload_json = ""
     return common_pb2.GroupRecord(
         task=task,
+        task_digest=entry.digest,
         queue_index=group.spec.index,
         state=STATES.get(group.phase, common_pb2.GROUP_STATE_PENDING),
         batch_id=group.batch_id,

@@ -15,6 +15,7 @@ from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unav
 from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import ANY, Abilities, Group, Kind, Phase
+from forge.core.tasks.task_digest import task_digest
 from forge.core.tasks.validation import MAX_PAYLOAD_BYTES
 from forge.core.trajectory import parse_trajectory_id
 from forge.runtime.telemetry import log
@@ -37,7 +38,6 @@ from services.scheduler.state.messages.rollouts import Grant, Located, Report
 from services.scheduler.state.settled_groups import SettledGroups
 from services.scheduler.state.stalls import Watch
 from services.scheduler.state.task_catalog import STATES, Catalog
-from services.scheduler.validation import digest_of
 
 MAX_GRANT_BYTES = 3 << 20
 """Most bytes of tasks in one answer, below the limit of a gRPC message."""
@@ -96,7 +96,7 @@ class TermState:
             return missing
         fresh = []
         for task_id, task in ask.tasks.items():
-            digest = digest_of(task)
+            digest = task_digest(task)
             if (known := self.settled.is_known(task_id, digest, ask.looked_up)) is None:
                 fresh.append(task)
             elif not known:

@@ -16,6 +16,7 @@ from forge.core.errors import (
 from forge.core.queue.admission import QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import FREED
+from forge.core.tasks.task_digest import task_digest
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import retention
@@ -30,7 +31,6 @@ from services.scheduler.state.messages.groups import FindNew
 from services.scheduler.state.queries.queue_status import status_of
 from services.scheduler.state.stored_group import stored_group
 from services.scheduler.state.term_state import TermState
-from services.scheduler.validation import digest_of
 from tests.support.pool.records import make_group, make_reward, make_turn
 from tests.support.pool.store import (
     ABANDONED,
@@ -349,7 +349,7 @@ def test_new_leader_counts_freed_groups_as_before(store):
     for index, task_id in enumerate(("a", "b", "c", "d")):
         add_group(store, task_id, index)
         record = groups_page(store).groups[index].group
-        record.task_digest = digest_of(record.task)
+        record.task_digest = task_digest(record.task)
         store.write(
             lambda records, record=record: records.put(
                 Table.GROUPS, record.task.task_id.encode(), record.SerializeToString()

@@ -13,6 +13,7 @@ from forge.cli.queue.submission import Submission
 from forge.cli.queue.submitting import Counts, Submitter, load_curriculum
 from forge.client.operator import Operator
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.tasks.task_digest import task_digest
 from forge.v1 import common_pb2, scheduler_pb2
 
 OUTAGES = Outages(print, longest_s=0.0)
@@ -21,9 +22,11 @@ OUTAGES = Outages(print, longest_s=0.0)
 class Queue(Operator):
     """An operator's view of a queue that begins each group at once, and stops after some."""
 
-    def __init__(self, *, calls: int = 1000) -> None:
+    def __init__(self, *, calls: int = 1000, digests: bool = True) -> None:
+        """`digests`: the scheduler's groups have digests of their tasks."""
         self.tasks: list[common_pb2.Task] = []
         self._calls = calls
+        self._digests = digests
 
     async def scheduler_status(self, **_: Any) -> scheduler_pb2.GetSchedulerStatusResponse:
         domains = [scheduler_pb2.DomainStatus(domain="qa", recent_reward=0.5)]
@@ -40,7 +43,11 @@ class Queue(Operator):
     async def groups(self, tag: str) -> Any:
         for task in self.tasks:
             if task.tag == tag:
-                record = common_pb2.GroupRecord(task=task)
+                stored = common_pb2.Task(purpose=common_pb2.PURPOSE_TRAIN)
+                stored.MergeFrom(task)
+                digest = task_digest(stored) if self._digests else b""
+                stored.payload_json = ""
+                record = common_pb2.GroupRecord(task=stored, task_digest=digest)
                 yield scheduler_pb2.BatchGroup(group=record)
 
 
@@ -81,6 +88,44 @@ async def test_interrupted_submission_is_continued(tmp_path: Path) -> None:
     expected = [f"set.e{epoch}.r{row}" for epoch in range(2) for row in range(5)]
     assert [task.task_id for task in queue.tasks] == expected
     assert {task.tag for task in queue.tasks} == {"set"}
+
+
+@pytest.mark.parametrize("changed", [{"n": 10}, {"n": 1, "m": 0}])
+async def test_changed_row_of_a_submitted_task_is_refused(
+    tmp_path: Path, changed: dict[str, int]
+) -> None:
+    """The number of rows is the same. The line names the row, its task and the remedy."""
+    file = write(tmp_path / "t.jsonl", *({"payload": {"n": n}} for n in range(5)))
+    queue = Queue(calls=1)
+    with pytest.raises(KeyboardInterrupt):
+        await submit(queue, make_submission(file))
+    queue._calls = 1000
+    write(file, *({"payload": changed if n == 1 else {"n": n}} for n in range(5)))
+    with pytest.raises(InvalidArgument) as refused:
+        await submit(queue, make_submission(file))
+    assert str(refused.value).startswith(
+        f"{file}: task 2 is not the one that was submitted as set.e0.r1: restore the file"
+    )
+    assert "--name" in str(refused.value)
+    assert len(queue.tasks) == 2
+
+
+async def test_changed_default_of_a_submitted_task_is_refused(tmp_path: Path) -> None:
+    """Options are a part of each task that omits the field."""
+    file = write(tmp_path / "t.jsonl", *({"payload": {"n": n}} for n in range(5)))
+    queue = Queue()
+    await submit(queue, make_submission(file))
+    with pytest.raises(InvalidArgument, match=r"task 1 .*--group-size"):
+        await submit(queue, Submission(file=file, name="set", domain="qa", group_size=2))
+
+
+async def test_group_without_digest_is_not_compared(tmp_path: Path) -> None:
+    """A scheduler of an earlier release returns none: its submissions can be continued."""
+    file = write(tmp_path / "t.jsonl", {"payload": {"n": 0}}, {"payload": {"n": 1}})
+    queue = Queue(digests=False)
+    await submit(queue, make_submission(file))
+    write(file, {"payload": {"n": 2}}, {"payload": {"n": 3}})
+    assert (await submit(queue, make_submission(file))).accepted == 0
 
 
 async def test_curriculum_chooses_the_order(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from forge.core.errors import ForgeError
 from forge.core.queue.admission import Mode, QueueSettings
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import SAME_OUTCOME, Phase
+from forge.core.tasks.task_digest import task_digest
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import FreeGroups, MarkOrphans
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor
@@ -31,7 +32,6 @@ from services.pool.store import PoolStore
 from services.scheduler.leadership.standby import RegisteredGroups, ShardCopies
 from services.scheduler.state.queries.queue_status import status_of
 from services.scheduler.state.term_state import TermState
-from services.scheduler.validation import digest_of
 from tests.support.pool.records import make_reward, make_turn
 from tests.support.pool.store import append, change, commit, put_groups, reward, seal, set_states
 from tests.support.scheduler.cluster import make_task
@@ -119,7 +119,7 @@ class StandbyMachine(RuleBasedStateMachine):
                 queue_index=number,
                 state=common_pb2.GROUP_STATE_PENDING,
                 pool_shard=shard,
-                task_digest=digest_of(task) if digest else b"",
+                task_digest=task_digest(task) if digest else b"",
             )
             put_groups(self._of(number), record)
 
