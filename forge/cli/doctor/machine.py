@@ -29,7 +29,10 @@ from forge.core.extras import DISTRIBUTION, missing_packages, requirements
 
 EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
 """Extras that a run on one machine needs, besides the core and an etcd."""
-INSTALL = 'Run `make setup`, or install the extra of the service, e.g. "forge-rl[gateway]".'
+INSTALL = (
+    f"Run `make setup`, or pip install '{DISTRIBUTION}[all]'; the host of one service needs its "
+    f"extra alone, e.g. '{DISTRIBUTION}[gateway]'."
+)
 _GATEWAY = "services.gateway"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TORCH = """
@@ -129,6 +132,8 @@ def _has_package(distribution: metadata.Distribution, name: str) -> bool:
 
 
 def _torch() -> Finding:
+    if "torch" in missing_packages(["trainer"]):
+        return Finding(ok=False, text="torch is not installed", remedy=INSTALL)
     # In a separate process: the import takes seconds, and a broken torch may crash its process.
     tried = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
     if tried.returncode:

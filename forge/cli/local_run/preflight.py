@@ -17,8 +17,15 @@ from forge.cli.local_run.dataset import held_out_tasks
 from forge.cli.local_run.member_checks import check_members
 from forge.cli.local_run.presets import PRESETS, PROCESSES, Preset
 from forge.cli.local_run.stack import StackPlan, etcd_binary, reach_etcd
-from forge.core.errors import FailedPrecondition, ForgeError, InvalidArgument, NotFound, raise_all
-from forge.core.extras import require_extra
+from forge.core.errors import (
+    ConfigError,
+    FailedPrecondition,
+    ForgeError,
+    InvalidArgument,
+    NotFound,
+    raise_all,
+)
+from forge.core.extras import missing_packages, not_installed
 from forge.runtime.process.host_check import failures, require_writable
 
 _DOMAIN_TABLES = {
@@ -35,15 +42,13 @@ async def preflight(plan: StackPlan, preset: Preset, *, model: str, campaign: bo
     """
     # Alone: every other file is below it.
     _require_directory(plan.directory.path)
-    extras = [module.partition(".")[2] for module in dict.fromkeys(PROCESSES.values())]
     errors = failures(
         [
             lambda: _require_model(model),
             lambda: _require_own_ports(plan),
             lambda: _require_domains(plan, preset) if campaign else None,
-            lambda: _require_agents(preset) if campaign else None,
+            lambda: _require_packages(preset, campaign=campaign),
             lambda: held_out_tasks(preset.domains, seed=0, count=1, attempts=1, tag=""),
-            *(lambda extra=extra: require_extra(extra) for extra in extras if extra != "agents"),
         ]
     )
     for found in await asyncio.gather(_etcd(plan), _sandbox(plan, preset), check_members(plan)):
@@ -91,11 +96,19 @@ def _require_domains(plan: StackPlan, preset: Preset) -> None:
                 )
 
 
-def _require_agents(preset: Preset) -> None:
-    """Raises `ConfigError` without the SDK of the agent in the runner's process. Of the extra's
-    other packages the runner needs none: bubblewrap may be the system's."""
-    if any(get_domain(name).scaffold == "blackbox" for name in preset.domains):
-        require_extra("agents", packages=["openai"])
+def _require_packages(preset: Preset, *, campaign: bool) -> None:
+    """Raises `ConfigError` without a package of a service, or without the SDK of the campaign's
+    agents. Of the extra `agents` a runner needs no more: bubblewrap may be the system's."""
+    services = [
+        module.partition(".")[2]
+        for module in dict.fromkeys(PROCESSES.values())
+        if module.startswith("services.")
+    ]
+    missing = missing_packages(services)
+    if campaign and any(get_domain(name).scaffold == "blackbox" for name in preset.domains):
+        missing |= missing_packages(["agents"]) & {"openai"}
+    if missing:
+        raise ConfigError(not_installed(missing, "all"))
 
 
 async def _etcd(plan: StackPlan) -> list[ForgeError]:

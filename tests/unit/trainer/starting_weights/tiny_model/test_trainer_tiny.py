@@ -14,7 +14,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from forge.agents.environments.split import held_out_payloads
-from services.trainer.starting_weights.tiny import Course, make_tokenizer, warm_start
+from services.trainer.starting_weights.tiny import (
+    Course,
+    course_progress,
+    make_tokenizer,
+    teach,
+    warm_start,
+)
 from services.trainer.starting_weights.tiny_model.lessons import (
     ATTEMPTS,
     batches,
@@ -111,3 +117,14 @@ def test_teacher_demonstrates_no_held_out_task() -> None:
     }
     assert len(shown) > 500 and len(kept) > 300
     assert not shown & kept
+
+
+def test_bar_has_no_loss_before_the_first_step(tokenizer: PreTrainedTokenizerFast) -> None:
+    """It is unknown there, not nan."""
+    terminal = Console(file=StringIO(), force_terminal=True)
+    with course_progress(terminal) as progress:
+        teach(new_policy(tokenizer, seed=0), [], SHORT, progress)
+    assert isinstance(terminal.file, StringIO)
+    shown = terminal.file.getvalue()
+    assert "warm start" in shown
+    assert "nan" not in shown
