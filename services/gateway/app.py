@@ -61,14 +61,7 @@ class GatewayApp:
         config = self._context.config
         assert isinstance(config, GatewayConfig)
         keep_freed_memory(KEPT_BYTES, mapped_bytes=MAPPED_BYTES)
-        model = await asyncio.to_thread(
-            ChatModel.load,
-            config.model_path,
-            name=config.model.name,
-            context_tokens=config.context_tokens,
-            tool_format=config.model.tool_format,
-            reasoning_format=config.model.reasoning_format,
-        )
+        model = await _policy(config)
         pools = self._context.remote("pool", pool_pb2_grpc.PoolServiceStub)
         pool = Pool(
             pools,
@@ -92,14 +85,6 @@ class GatewayApp:
         await self._listen(config, turns, models, pool)
         settle()
         self._context.keep_running(self._sweep(config.sessions.idle_s), name="idle-sessions")
-        log.info(
-            "model_loaded",
-            model=model.name,
-            context_tokens=model.context_tokens,
-            tool_format=model.format.name,
-            reasoning_format=model.reasoning.name if model.reasoning else "none",
-            looks_back_one_answer=model.template.looks_back_one_answer,
-        )
 
     async def drain(self) -> None:
         """Waits for calls in flight and for durable turns."""
@@ -250,3 +235,24 @@ class GatewayApp:
         while True:
             await asyncio.sleep(max(1.0, idle_s / 10))
             await self._sessions.evict_idle()
+
+
+async def _policy(config: GatewayConfig) -> ChatModel:
+    """Load the tokenizer, the template and the formats of the policy."""
+    model = await asyncio.to_thread(
+        ChatModel.load,
+        config.model_path,
+        name=config.model.name,
+        context_tokens=config.context_tokens,
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
+    )
+    log.info(
+        "model_loaded",
+        model=model.name,
+        context_tokens=model.context_tokens,
+        tool_format=model.format.name,
+        reasoning_format=model.reasoning.name if model.reasoning else "none",
+        looks_back_one_answer=model.template.looks_back_one_answer,
+    )
+    return model

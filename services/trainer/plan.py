@@ -20,13 +20,12 @@ from transformers.utils import logging as transformers_logging
 from forge.core.errors import ForgeError, InvalidArgument
 from forge.rl.config import OPTIMIZERS
 from forge.runtime.process.host_check import require_model
-from forge.runtime.settings.arguments import OneLineParser, above, at_least, within
+from forge.runtime.settings.arguments import COUNT, NATURAL, POSITIVE, SHARE, OneLineParser
 from services.trainer.memory_plan import GIB, Estimate, ModelSize, Run, estimate, fitting, size_of
 from services.trainer.mesh import MeshSettings
 from services.trainer.model.lora import ALL_LINEAR
 from services.trainer.setting_tables import LoraSettings
 
-COUNT = at_least(int, 1)
 MOST_RANKS = 4096
 """Largest world that is tried when a run does not fit."""
 
@@ -136,42 +135,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--reference", type=Path, help="model directory of the reference (objective.kl_coef)")
     add("--teacher", type=Path, help="model directory of the teacher (objective.teacher_coef)")
     add("--world", type=COUNT, required=True, help="ranks: devices, or processes on CPUs")
-    add("--device-gib", type=above(float, 0), required=True, help="memory of a device, GiB")
-    add(
-        "--context",
-        type=COUNT,
-        required=True,
-        help="tokens of the largest pass: trainer.token_budget",
-    )
+    add("--device-gib", type=POSITIVE, required=True, help="memory of a device, GiB")
+    add("--context", type=COUNT, required=True, help="tokens of the largest pass (token_budget)")
     add("--dp-replicate", type=COUNT, default=1, help="copies of the model")
-    add(
-        "--dp-shard",
-        type=at_least(int, 0),
-        default=0,
-        help="data groups of a copy; 0: the remaining ranks",
-    )
+    shard = "data groups of a copy; 0: the remaining ranks"
+    add("--dp-shard", type=NATURAL, default=0, help=shard)
     add("--cp", type=COUNT, default=1, help="ranks that compute each tree together")
     add("--tp", type=COUNT, default=1, help="ranks that compute every token together")
     add("--autocast", choices=("none", "bfloat16"), default="bfloat16", help="type of the backbone")
     add("--recompute-activations", action="store_true", help="as trainer.recompute_activations")
-    add(
-        "--recompute-share",
-        type=within(float, 0, 1),
-        default=1.0,
-        help="share of the layers that it applies to, as trainer.recompute_share",
-    )
+    share = "share of the layers that it applies to, as trainer.recompute_share"
+    add("--recompute-share", type=SHARE, default=1.0, help=share)
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add(
-        "--lora-rank",
-        type=at_least(int, 0),
-        default=0,
-        help="rank of adapters (lora.rank); 0: none",
-    )
-    add(
-        "--lora-targets",
-        default=ALL_LINEAR,
-        help="linear layers with adapters, separated by commas (lora.targets)",
-    )
+    rank = "rank of adapters (lora.rank); 0: none"
+    add("--lora-rank", type=NATURAL, default=0, help=rank)
+    targets = "linear layers with adapters, separated by commas (lora.targets)"
+    add("--lora-targets", default=ALL_LINEAR, help=targets)
     return parser
 
 

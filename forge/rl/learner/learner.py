@@ -111,23 +111,7 @@ class Learner:
         of the samples whose token values are returned.
         """
         began, before = time.perf_counter(), self.steps
-        due = self._position + self.config.updates_per_batch
-        first, *rest = plan.updates
-        self._compares_replay = self._due_to_compare()
-        parts = [self._gradient(first, weight_version)]
-        self._compares_replay = False
-        skipped = parts[0].failed or ("" if plan.trees else "no trained tokens")
-        cut_short = ""
-        if not skipped:
-            # Columns that belong to the weights before the first update.
-            fixed, cut_short = self._freeze(rest)
-            parts[0].grad_norm, skipped = self._update(parts[0].loss)
-            if cut_short:  # lower the budget for the next batch
-                self._smaller(max(rest, key=lambda one: one.largest_tree))
-        if not skipped and not cut_short:
-            cut_short = self._later_updates(parts, fixed, weight_version)
-        if not skipped:
-            self._position = due
+        parts, skipped, cut_short = self._updates(plan, weight_version)
         self._optimizer.zero_grad()
         frozen = [one for part in parts for one in part.frozen]
         stats = [one for part in parts for one in part.stats]
@@ -152,6 +136,28 @@ class Learner:
             imbalance=fmean([part.share.imbalance for part in parts]),
             shortage=next((part.shortage for part in reversed(parts) if part.shortage), ""),
         )
+
+    def _updates(self, plan: BatchPlan, weight_version: int) -> tuple[list[Update], str, str]:
+        """Take the updates of a batch. Returns those of its first pass, why the first one was
+        skipped, and why later ones were left out."""
+        due = self._position + self.config.updates_per_batch
+        first, *rest = plan.updates
+        self._compares_replay = self._due_to_compare()
+        parts = [self._gradient(first, weight_version)]
+        self._compares_replay = False
+        skipped = parts[0].failed or ("" if plan.trees else "no trained tokens")
+        if skipped:
+            return parts, skipped, ""
+        # Columns that belong to the weights before the first update.
+        fixed, cut_short = self._freeze(rest)
+        parts[0].grad_norm, skipped = self._update(parts[0].loss)
+        if cut_short:  # lower the budget for the next batch
+            self._smaller(max(rest, key=lambda one: one.largest_tree))
+        if skipped:
+            return parts, skipped, cut_short
+        cut_short = cut_short or self._later_updates(parts, fixed, weight_version)
+        self._position = due
+        return parts, "", cut_short
 
     def _gradient(
         self, plan: BatchPlan, weight_version: int, fixed: Sequence[Frozen] = ()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
-Number = TypeVar("Number", int, float)
-_NOUNS = {int: "a whole number", float: "a number"}
+import msgspec
+from msgspec import Meta
+
+from forge.runtime.settings.reader import allowed
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -23,28 +24,19 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {text}; see {self.prog} --help\n")
 
 
-def at_least(kind: type[Number], least: Number) -> Callable[[str], Number]:
-    """Return the `type` of an argument with a smallest value."""
-    return _number(kind, f"of at least {least}", lambda value: value >= least)
+def _number(kind: Any) -> Callable[[str], Any]:
+    """Return the `type` of an argument with the bounds of an annotation."""
 
-
-def above(kind: type[Number], bound: Number) -> Callable[[str], Number]:
-    """Return the `type` of an argument above `bound`."""
-    return _number(kind, f"above {bound}", lambda value: value > bound)
-
-
-def within(kind: type[Number], least: Number, most: Number) -> Callable[[str], Number]:
-    """Return the `type` of an argument from `least` to `most`."""
-    return _number(kind, f"from {least} to {most}", lambda value: least <= value <= most)
-
-
-def _number(
-    kind: type[Number], bounds: str, fits: Callable[[Number], bool]
-) -> Callable[[str], Number]:
-    def converted(text: str) -> Number:
-        with suppress(ValueError):
-            if fits(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {_NOUNS[kind]} {bounds}")
+    def converted(text: str) -> Any:
+        try:
+            return msgspec.convert(text, kind, strict=False)
+        except msgspec.ValidationError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {allowed(kind)}") from None
 
     return converted
+
+
+COUNT = _number(Annotated[int, Meta(ge=1)])
+NATURAL = _number(Annotated[int, Meta(ge=0)])
+POSITIVE = _number(Annotated[float, Meta(gt=0)])
+SHARE = _number(Annotated[float, Meta(ge=0, le=1)])

@@ -143,7 +143,7 @@ class QueueActor(Actor):
         self._runners.close(error)
         self._trainers.close(error)
 
-    def _handle(self, message: Any) -> Any:  # noqa: C901
+    def _handle(self, message: Any) -> Any:
         state, now_s = self._state, self._clock()
         match message:
             case LeaseRollouts(runner_id=runner_id, abilities=abilities):
@@ -153,15 +153,9 @@ class QueueActor(Actor):
                 return self._runners.enter(message)
             case DismissRunner(runner_id=runner_id):
                 self._runners.dismiss(lambda ask: ask.runner_id == runner_id, answer=())
-            case TakeBatch():
-                state.watch.trainer_called(now_s)
-                state.check_read(chain.from_iterable(message.held.values()))
-                return self._trainers.enter(message)
             case RenewRollouts(lease_ids=ids, runner_id=runner_id):
                 state.watch.runner_called(now_s)
                 return state.renew(ids, now_s=now_s, runner_id=runner_id)
-            case LocateRollouts(trajectory_ids=ids):
-                return state.locate(ids)
             case FindUnknown(trajectory_ids=ids, looked_up=looked_up):
                 return state.find_unknown(ids, looked_up)
             case SettleRollouts(reports=reports):
@@ -169,6 +163,19 @@ class QueueActor(Actor):
                     state.settle(report, now_s=now_s)
             case Tick():
                 self._tick(now_s)
+            case Connect():
+                self._peers = message
+                state.watch.began(now_s)
+            case _:
+                return self._query(message, now_s)
+        return None
+
+    def _query(self, message: Any, now_s: float) -> Any:
+        """Messages that change nothing."""
+        state = self._state
+        match message:
+            case LocateRollouts(trajectory_ids=ids):
+                return state.locate(ids)
             case GetStatus(with_tombstones=wanted):
                 status = status_of(state, now_s=now_s)
                 status.tombstones.extend(tombstones_of(state) if wanted else ())
@@ -180,19 +187,21 @@ class QueueActor(Actor):
                 return state.settled.tagged(tag)
             case ViewGroups(task_ids=ids):
                 return state.view(ids)
-            case Connect():
-                self._peers = message
-                state.watch.began(now_s)
-            case _:
-                return self._change(message, now_s)
-        return None
-
-    def _change(self, message: Any, now_s: float) -> Any:  # noqa: C901
-        """Messages of the other actors of the term."""
-        state = self._state
-        match message:
             case FindNew():
                 return state.find_new(message)
+            case IsDraining(runner_id=runner_id, start_id=start_id):
+                return state.draining.holds(runner_id, start_id)
+            case CountLeases(runner_id=runner_id):
+                return state.queue.rollouts.running_of(runner_id)
+            case NoteHead():
+                return state.queue.window.lowest_pending
+            case _:
+                return self._change_groups(message, now_s)
+
+    def _change_groups(self, message: Any, now_s: float) -> Any:
+        """Messages of the other actors of the term about groups."""
+        state = self._state
+        match message:
             case AddGroups(records=records):
                 for record in records:
                     state.add_group(record, new_group(record), now_s=now_s)
@@ -202,10 +211,20 @@ class QueueActor(Actor):
                 state.queue.set_activity(activity)
             case ApplyDrains(start_ids=start_ids):
                 self._apply_drains(start_ids)
-            case IsDraining(runner_id=runner_id, start_id=start_id):
-                return state.draining.holds(runner_id, start_id)
-            case CountLeases(runner_id=runner_id):
-                return state.queue.rollouts.running_of(runner_id)
+            case DropGroups(stored=False):
+                return state.prepare_drop(message)
+            case DropGroups(task_ids=ids, reason=reason):
+                state.queue.rollouts.drop(ids, reason=reason)
+            case NoteErased(task_ids=ids):
+                return state.erased.note(ids)
+            case _:
+                return self._change_shards(message, now_s)
+        return None
+
+    def _change_shards(self, message: Any, now_s: float) -> Any:
+        """Messages about the pool shards: absent ones, moved groups and removals."""
+        state = self._state
+        match message:
             case SetAway(shards=shards, unread=unread, retiring=retiring):
                 state.set_away(shards, unread=unread, now_s=now_s, retiring=retiring)
             case FindMovable():
@@ -216,22 +235,18 @@ class QueueActor(Actor):
                 return on_shard(state, shard)
             case RemoveShard(shard=shard):
                 state.queue.ledger.remove_shard(shard)
-            case DropGroups(stored=False):
-                return state.prepare_drop(message)
-            case DropGroups(task_ids=ids, reason=reason):
-                state.queue.rollouts.drop(ids, reason=reason)
-            case NoteErased(task_ids=ids):
-                return state.erased.note(ids)
-            case NoteHead():
-                return state.queue.window.lowest_pending
             case _:
                 return self._change_batch(message, now_s)
         return None
 
     def _change_batch(self, message: Any, now_s: float) -> Any:
-        """Messages about batches: renewals, commits, releases and rewinds."""
+        """Messages about batches: reads, renewals, commits, releases and rewinds."""
         state = self._state
         match message:
+            case TakeBatch():
+                state.watch.trainer_called(now_s)
+                state.check_read(chain.from_iterable(message.held.values()))
+                return self._trainers.enter(message)
             case RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)

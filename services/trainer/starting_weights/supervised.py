@@ -29,7 +29,7 @@ from forge.rl.device import device_of
 from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
-from forge.runtime.settings.arguments import OneLineParser, above, at_least, within
+from forge.runtime.settings.arguments import COUNT, NATURAL, POSITIVE, SHARE, OneLineParser
 from services.trainer.checkpoint.files import write_model
 from services.trainer.model.full_weights import load_model, own_tensors
 from services.trainer.model.placement import backbone_dtype, recompute
@@ -176,42 +176,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="forge model warm-start", description=(__doc__ or "").split("\n\n")[1]
     )
-    add, count = parser.add_argument, at_least(int, 1)
+    add = parser.add_argument
     add("--model", type=Path, required=True, help="model directory to start from")
     add("--data", type=Path, required=True, help="JSON lines of conversations")
     add("--out", type=Path, required=True, help="model directory to write; must not exist")
-    add("--epochs", type=count, default=1, help="times that each conversation is trained")
-    add(
-        "--learning-rate",
-        type=above(float, 0),
-        default=1e-5,
-        help="rate after the warm-up; falls to a tenth",
-    )
-    add("--batch-tokens", type=count, default=65536, help="tokens of an update's conversations")
-    add("--token-budget", type=count, default=16384, help="most tokens in one forward pass")
-    add(
-        "--held-out",
-        type=within(float, 0, 1),
-        default=0.05,
-        help="share of conversations for evaluation only",
-    )
-    add(
-        "--eval-every",
-        type=at_least(int, 0),
-        default=50,
-        help="updates between evaluations; 0: none",
-    )
+    add("--epochs", type=COUNT, default=1, help="times that each conversation is trained")
+    rate = "rate after the warm-up; falls to a tenth"
+    add("--learning-rate", type=POSITIVE, default=1e-5, help=rate)
+    add("--batch-tokens", type=COUNT, default=65536, help="tokens of an update's conversations")
+    add("--token-budget", type=COUNT, default=16384, help="most tokens in one forward pass")
+    held_out = "share of conversations for evaluation only"
+    add("--held-out", type=SHARE, default=0.05, help=held_out)
+    interval = "updates between evaluations; 0: none"
+    add("--eval-every", type=NATURAL, default=50, help=interval)
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--seed", type=at_least(int, 0), default=0, help="seed of the order of conversations")
+    add("--seed", type=NATURAL, default=0, help="seed of the order of conversations")
     add("--device", default="cpu", help="torch device, e.g. cpu or cuda:0")
-    add(
-        "--autocast",
-        choices=("none", "auto", "bfloat16"),
-        default="none",
-        help="type of the backbone",
-    )
+    types = ("none", "auto", "bfloat16")
+    add("--autocast", choices=types, default="none", help="type of the backbone")
     add("--recompute-activations", action="store_true", help="less memory, slower")
-    add("--threads", type=count, default=1, help="threads of torch")
+    add("--threads", type=COUNT, default=1, help="threads of torch")
     return parser
 
 
