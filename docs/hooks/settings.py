@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import itertools
 from collections.abc import Iterable
-from typing import Any, get_type_hints
 
 from docs.hooks.page import Page, table
-from forge.runtime.settings import ServiceConfig, Setting, allowed, settings_of, toml
-from forge.runtime.settings.named_tables import row_type
+from forge.runtime.settings import ServiceConfig, Setting, allowed, fields_of, settings_of, toml
 
 CONFIGS = {
     "gateway": "services.gateway.config:GatewayConfig",
@@ -50,9 +47,8 @@ def page() -> Page:
             lines += [f"### {service}: \\[{group}\\]", ""] if group else []
             lines += _rows(settings)
         for one in own:
-            if row := row_type(one.type):
-                lines += [f"### {service}: \\[{one.key}.NAME\\]", ""]
-                lines += _rows(_fields_of(row, f"{one.key}.NAME"))
+            if named := fields_of(one.type, f"{one.key}.NAME"):
+                lines += [f"### {service}: \\[{one.key}.NAME\\]", "", *_rows(named.values())]
     return Page(path="reference/settings.md", text="\n".join(lines))
 
 
@@ -69,19 +65,3 @@ def _value(one: Setting) -> str:
 def _rows(settings: Iterable[Setting]) -> list[str]:
     rows = ((f"`{one.key}`", _value(one), allowed(one.type), one.text) for one in settings)
     return table(["key", "default", "allowed", "meaning"], rows)
-
-
-def _fields_of(row: type[Any], table: str) -> list[Setting]:
-    """Return the fields of tables by name as settings; the value of a field without a default is
-    None."""
-    kinds = get_type_hints(row, include_extras=True)
-    return [
-        Setting(table, one.name, kinds[one.name], _default(one), row)
-        for one in dataclasses.fields(row)
-    ]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default

@@ -3,7 +3,6 @@
 Each module imports only those above it:
 
     service_config  the settings of every service
-    named_tables    settings that are tables by name
     reader          files, variables and flags; errors, help and the printed form
     agreed          values on which the instances of a cluster must agree
 """
@@ -11,6 +10,7 @@ Each module imports only those above it:
 from forge.runtime.settings.reader import (
     Setting,
     allowed,
+    fields_of,
     load,
     settings_of,
     to_toml,
@@ -24,6 +24,7 @@ __all__ = [
     "ServiceConfig",
     "Setting",
     "allowed",
+    "fields_of",
     "load",
     "settings_of",
     "to_toml",

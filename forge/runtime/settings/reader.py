@@ -2,7 +2,8 @@
 
 Owns the sources, the errors of wrong settings, and the settings as TOML. From weak to strong:
 TOML file (`--config FILE` or `FORGE_CONFIG`) < `FORGE_<KEY>` < `FORGE_<SERVICE>_<KEY>` < `--key`.
-The annotation of a field has its bounds (`msgspec.Meta`), the string under it is its help.
+The annotation of a field has its bounds (`msgspec.Meta`), the string under it is its help. A
+mapping to a dataclass is tables by name, `[models.NAME]`; in flags and variables a JSON object.
 Not here: the settings (`service_config`, and the `config.py` of each service).
 """
 
@@ -17,14 +18,13 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, raise_all
-from forge.runtime.settings.named_tables import read_tables, row_type
 from forge.runtime.settings.service_config import ServiceConfig
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -89,6 +89,16 @@ def settings_of(config: Any, table: str = "") -> dict[str, Setting]:
     return settings
 
 
+def fields_of(kind: Any, table: str) -> dict[str, Setting]:
+    """Return the fields of tables by name as settings, by key: a required one has the value None.
+    Nothing for a setting of another kind."""
+    row = get_args(kind)[1] if get_origin(kind) is Mapping else None
+    if not is_dataclass(row) or not isinstance(row, type):
+        return {}
+    required = [one.name for one in fields(row) if one.default is one.default_factory is MISSING]
+    return settings_of(row(**dict.fromkeys(required)), table)
+
+
 def load(
     config_type: type[C],
     *,
@@ -112,7 +122,8 @@ def load(
     given = [*_variables(environ, own, known), *_flags(argv, known)]
     file = next((value for _, key, value in reversed(given) if key == "config"), "")
     named = [one for one in given if one[1] != "config"]
-    tables, wrong = _read([*_file(file, known), *named], known, config_type.removed())
+    wrong: list[ForgeError] = []
+    tables = _read([*_file(file, known), *named], known, wrong, config_type.removed())
     config = msgspec.convert(tables.pop("", {}) | tables, config_type)
     if config.check:
         raise_all([*wrong, *host_problems(config)])
@@ -150,9 +161,8 @@ def _title(one: Setting) -> str:
 
 def toml(value: Any) -> str:
     """Return a value as TOML."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {name: getattr(value, name) for name in get_type_hints(type(value))}
-    if isinstance(value, Mapping):
+    value = msgspec.to_builtins(value)
+    if isinstance(value, dict):
         return "{" + ", ".join(f"{toml(name)} = {toml(value[name])}" for name in value) + "}"
     # 7f: the only control character that JSON allows and TOML does not.
     text = msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
@@ -162,8 +172,8 @@ def toml(value: Any) -> str:
 def allowed(kind: Any) -> str:
     """Return the allowed values of a type, in words."""
     origin, args = get_origin(kind), get_args(kind)
-    if row := row_type(kind):
-        return f"tables by name, each with {', '.join(get_type_hints(row))}"
+    if named := fields_of(kind, ""):
+        return f"tables by name, each with {', '.join(named)}"
     if origin is Mapping:
         return f"a table (a=1,b=2), each {allowed(args[1])}"
     if origin is Annotated:
@@ -177,26 +187,48 @@ def allowed(kind: Any) -> str:
 
 
 def _read(
-    given: Sequence[Given], known: Known, removed: Mapping[str, str]
-) -> tuple[dict[str, Any], list[ForgeError]]:
-    """Return the values by table and name, and an error for each wrong setting."""
+    given: Iterable[Given], known: Known, wrong: list[ForgeError], removed: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the values by table and name; adds an error to `wrong` for each wrong setting."""
     tables: dict[str, Any] = {}
-    wrong: list[ForgeError] = []
     for source, key, value in given:
         one = known.get(key)
         try:
-            if one:
-                tables.setdefault(one.table, {})[one.name] = _converted(key, value, one.type)
-                continue
-            problem = (
-                f"there is no setting {key} = {value!r}; {removed.get(key) or _hint(key, known)}"
-            )
+            if one is None:
+                hint = removed.get(key) or _hint(key, known)
+                raise ConfigError(f"there is no setting {key} = {value!r}; {hint}")
+            named = fields_of(one.type, key)
+            read = _rows(source, one, value, wrong) if named else _converted(value, one.type)
+            tables.setdefault(one.table, {})[one.name] = read
         except ConfigError as error:
-            problem = str(error)
+            wrong.append(ConfigError(f"{source}: {error}"))
         except ValueError:
-            problem = f"{key} = {value!r} is not allowed: {allowed(known[key].type)}"
-        wrong.append(ConfigError(f"{source}: {problem}"))
-    return tables, wrong
+            text = f"{key} = {value!r} is not allowed: {allowed(known[key].type)}"
+            wrong.append(ConfigError(f"{source}: {text}"))
+    return tables
+
+
+def _rows(source: str, setting: Setting, value: Any, wrong: list[ForgeError]) -> dict[str, Any]:
+    """Return tables by name. Raises `ConfigError` for a value of another form."""
+    try:
+        tables = msgspec.json.decode(value) if isinstance(value, str) else value
+        tables = msgspec.convert(tables, dict[str, dict[str, Any]])
+    except (ValueError, RecursionError) as error:
+        named = f"tables [{setting.key}.NAME]: {error}"
+        raise ConfigError(f"{setting.key} = {value!r:.80} is not allowed: {named}") from None
+    rows: dict[str, Any] = {}
+    for name, table in tables.items():
+        prefix = f"{setting.key}.{name}"
+        known = fields_of(setting.type, prefix)
+        given = [(source, f"{prefix}.{field}", own) for field, own in table.items()]
+        fields = _read(given, known, wrong, {}).get(prefix, {})
+        missing = [one for one in known.values() if one.value is None and one.name not in table]
+        wrong += [
+            ConfigError(f"{source}: {one.key} is missing: {allowed(one.type)}") for one in missing
+        ]
+        if fields.keys() == table.keys() and not missing:
+            rows[name] = get_args(setting.type)[1](**fields)
+    return rows
 
 
 def _hint(key: str, known: Known) -> str:
@@ -207,10 +239,8 @@ def _hint(key: str, known: Known) -> str:
     return "see --help"
 
 
-def _converted(key: str, value: Any, kind: Any) -> Any:
+def _converted(value: Any, kind: Any) -> Any:
     """Convert a value; a text may be a list `a,b` or a table `a=1,b=2`. Raises ValueError."""
-    if row := row_type(kind):
-        return read_tables(key, value, row, allowed=allowed)
     if not isinstance(value, str):
         return msgspec.convert(value, kind)
     plain: Any = {"yes": "true", "no": "false"}.get(value.lower(), value) if kind is bool else value
