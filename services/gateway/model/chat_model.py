@@ -269,48 +269,38 @@ class TextStream:
     """Decodes a stream of ids; never splits a character over two pieces."""
 
     CONTEXT_TOKENS = 4
-    """Ids decoded again with the new ones, because some tokenizers space words by context."""
+    """Ids decoded again with the new ones, because some tokenizers space words by context; as many
+    for each held character, which has at most four bytes."""
     KEPT_TOKENS = 32
-    """Context length above which the context is cut to `CONTEXT_TOKENS`."""
-    MAX_HELD_TOKENS = 3
-    """A UTF-8 character has at most four bytes, so a fourth token always completes it."""
+    """Context length above which the context is cut."""
+    MAX_HELD = 3
+    """Incomplete characters at the end, as U+FFFD: one, or one for each of its bytes."""
 
     def __init__(self, model: ChatModel, *, special: bool = False) -> None:
         """`special`: with special tokens, as `ChatModel.text_of`; else as `ChatModel.decode`."""
         self._decode = model.text_of if special else model.decode
         self._context: list[int] = []
-        self._before = ""
-        """Text of the context."""
-        self._held: list[int] = []
+        self._shown = 0
+        """Characters of the context that were returned."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Returns the text that later ids cannot change."""
-        ids = [*self._held, *ids]
-        for held in range(min(self.MAX_HELD_TOKENS, len(ids)) + 1):
-            text = self._text(ids[: len(ids) - held])
-            if not text.endswith("\ufffd"):
-                return self._advance(text, ids, held=held)
-        # No character is that long: the ids are invalid UTF-8 or U+FFFD itself.
-        return self._advance(self._text(ids), ids, held=0)
+        if not ids:
+            return ""
+        self._context += ids
+        text = self._decode(self._context)[self._shown :]
+        held = min(len(text) - len(text.rstrip("\ufffd")), self.MAX_HELD)
+        text = text[: len(text) - held]
+        self._shown += len(text)
+        if len(self._context) > self.KEPT_TOKENS:
+            self._context = self._context[-self.CONTEXT_TOKENS * (1 + held) :]
+            self._shown = max(0, len(self._decode(self._context)) - held)
+        return text
 
     def finish(self) -> str:
         """Returns the text that was held back."""
-        return self._advance(self._text(self._held), self._held, held=0) if self._held else ""
-
-    def _text(self, ids: Sequence[int]) -> str:
-        """Returns the text that `ids` add to the context."""
-        if not ids:
-            return ""
-        return self._decode([*self._context, *ids])[len(self._before) :]
-
-    def _advance(self, text: str, ids: Sequence[int], *, held: int) -> str:
-        decoded = len(ids) - held
-        self._held = list(ids[decoded:])
-        self._context += ids[:decoded]
-        self._before += text
-        if len(self._context) > self.KEPT_TOKENS:
-            self._context = self._context[-self.CONTEXT_TOKENS :]
-            self._before = self._decode(self._context)
+        text = self._decode(self._context)[self._shown :]
+        self._shown += len(text)
         return text
 
 
