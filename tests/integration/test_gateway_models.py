@@ -262,8 +262,9 @@ async def test_failure_of_an_external_api_has_a_status_of_its_own(
     """The agent's own error keeps its body; a refused key is not the agent's and never shown."""
     token = stack.token(f"fails-{script.replace(' ', '-')}:0:0")
     client = stack.openai(gateway, token)
+    model = "hasty" if script == "slow" else "big"
     with pytest.raises(openai.APIStatusError, match=words) as refused:
-        await said(client, "big", user(script))
+        await said(client, model, user(script))
     assert refused.value.status_code == status
     assert KEY not in refused.value.response.text
     if status == 429:

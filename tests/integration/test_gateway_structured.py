@@ -293,15 +293,16 @@ async def test_answer_under_a_grammar_survives_its_worker(
     await inference.workers("decode", 2)
     client = stack.openai(gateway, stack.token("killed:0:0"))
     named: Any = {"name": "it", "schema": schema, "strict": True}
-    answering = asyncio.create_task(
-        client.chat.completions.create(
-            model="policy",
-            messages=ask(),
-            response_format={"type": "json_schema", "json_schema": named},
-            seed=2,
+    with inference.held_answers(200):
+        answering = asyncio.create_task(
+            client.chat.completions.create(
+                model="policy",
+                messages=ask(),
+                response_format={"type": "json_schema", "json_schema": named},
+                seed=2,
+            )
         )
-    )
-    for busy in await inference.sampling(answering):
+        (busy,) = await inference.sampling(answering)
         inference.kill(busy)
     completion = await answering
     assert completion.choices[0].finish_reason == "stop"

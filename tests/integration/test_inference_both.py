@@ -66,14 +66,14 @@ async def test_turns_compute_only_their_new_tokens(inference: InferenceCluster) 
 async def test_killed_worker_is_replaced_in_mid_answer(inference: InferenceCluster) -> None:
     """kill -9: the other one continues, and the caller sees no error."""
     ids = prompt_ids(40, seed=8)
-    killed = ""
-    while not killed:
-        sample = Sample()
+    killed, sample = "", Sample()
+    with inference.held_answers(LONG // 2) as held:
         async for response in await inference.call(ids, stream=True, max_tokens=LONG):
             sample.add(response)
             if not killed and len(sample.ids) > 20:
-                for killed in await inference.sampling():
-                    inference.kill(killed)
+                (killed,) = await inference.sampling()
+                inference.kill(killed)
+                held.free()
     assert is_greedy(reference("qwen3"), ids, sample.ids)
     assert len(sample.ids) == LONG
 
@@ -118,12 +118,13 @@ async def test_unlike_engines_share_load_swaps_and_deaths(
         *(inference.sample(ids, max_tokens=100, temperature=1.0, seed=7) for ids in plain),
         *(inference.sample(ids, max_tokens=100, temperature=1.0, top_k=5) for ids in cut),
     ]
-    running = [asyncio.create_task(call) for call in calls]
-    for killed in (tables, embedded):
-        await inference.sampling_on(*killed)
-        await versions.publish(*tables, *embedded)
-        await inference.sampling_on(*killed)
-        inference.kill(killed.pop())
+    with inference.held_answers(50):
+        running = [asyncio.create_task(call) for call in calls]
+        for killed in (tables, embedded):
+            await inference.sampling_on(*killed)
+            last = await versions.publish(*tables, *embedded)
+            await inference.sampling_on(*killed)
+            inference.kill(killed.pop())
     samples = await asyncio.gather(*running)
     engines_of_plain = {name for one in samples[: len(plain)] for name in one.engines}
     assert engines_of_plain == {"embedded", "table"}
@@ -133,4 +134,4 @@ async def test_unlike_engines_share_load_swaps_and_deaths(
         versions.check(ids, sample, top_k=5)
         assert sample.engines == ["embedded"]
     assert {len(sample.ids) for sample in samples} == {100}
-    assert {version for sample in samples for version in sample.versions} >= {first, first + 1}
+    assert {version for sample in samples for version in sample.versions} >= {first, last}

@@ -143,15 +143,14 @@ async def test_killed_decode_worker_is_replaced_in_mid_answer(
     for name in await inference.workers("decode", 2):
         assert "draft_heads_served" in inference.log_of(name)
     ids = prompt_ids(40)
-    killed = ""
-    # An answer may be over before this process has had its turn: then there is another.
-    while not killed:
-        sample = Sample()
+    killed, sample = "", Sample()
+    with inference.held_answers(LONG // 2) as held:
         async for response in await inference.call(ids, stream=True, max_tokens=LONG):
             sample.add(response)
             if not killed and len(sample.ids) > 20:
-                for killed in await inference.sampling():
-                    inference.kill(killed)
+                (killed,) = await inference.sampling()
+                inference.kill(killed)
+                held.free()
     assert len(sample.ids) == LONG
     assert is_greedy(reference("qwen3"), ids, sample.ids)
 
@@ -161,10 +160,11 @@ async def test_unstreamed_requests_outlive_every_worker(inference: InferenceClus
     """All workers die with running requests; new ones finish them."""
     await serving(inference)
     prompts = [prompt_ids(30 + n, seed=n) for n in range(4)]
-    calls = [asyncio.create_task(inference.sample(ids, max_tokens=LONG)) for ids in prompts]
-    await inference.sampling(*calls)
-    await inference.workers("decode", 0)
-    await inference.workers("prefill", 0)
+    with inference.held_answers(LONG // 2):
+        calls = [asyncio.create_task(inference.sample(ids, max_tokens=LONG)) for ids in prompts]
+        await inference.sampling(*calls)
+        await inference.workers("decode", 0)
+        await inference.workers("prefill", 0)
     await serving(inference)
     samples = await asyncio.gather(*calls)
     for ids, sample in zip(prompts, samples, strict=True):
@@ -174,25 +174,21 @@ async def test_unstreamed_requests_outlive_every_worker(inference: InferenceClus
 
 async def test_new_weights_take_effect_in_mid_answer(inference: InferenceCluster) -> None:
     """Later tokens and discovery have the new version."""
-    old, new = reference("qwen3", seed=1), reference("qwen3")
-    ids = prompt_ids(40)
-    swapped = False
-    # An answer may be over before the weights are there: then there is another.
-    while not swapped:
-        await serving(inference)
-        old, new = new, old
-        old_version = inference.publisher.version
-        sample = Sample()
+    old, new = reference("qwen3"), reference("qwen3", seed=1)
+    ids, sample = prompt_ids(40), Sample()
+    await serving(inference)
+    old_version = inference.publisher.version
+    with inference.held_answers(LONG // 2) as held:
         async for response in await inference.call(ids, stream=True, max_tokens=LONG):
             if sample.responses == 0:
                 await inference.publisher.publish(published(new))
+                await serving(inference)
+                held.free()
             sample.add(response)
-        assert sample.versions == sorted(sample.versions)
-        assert {old_version} <= set(sample.versions) <= {old_version, old_version + 1}
-        before = sample.versions.count(old_version)
-        swapped = before < LONG
+    assert sample.versions == sorted(sample.versions)
+    assert set(sample.versions) == {old_version, old_version + 1}
+    before = sample.versions.count(old_version)
     assert is_greedy(old, ids, sample.ids[:before])
-    await serving(inference)
     # Whatever is in the caches by now, nothing of it is of the old weights.
     after = await inference.sample(ids)
     assert after.ids == greedy_of(new, ids, 16)
@@ -281,27 +277,26 @@ async def test_rollback_under_load_labels_every_token(inference: InferenceCluste
 async def test_cancelled_request_frees_its_slot(inference: InferenceCluster) -> None:
     """A caller that goes away is worked for no longer."""
     await serving(inference)
-    sampled = LONG
-    # An answer may be over before this process has had its turn: then there is another.
-    while sampled == LONG:
-        before = (await inference.status()).sampled_tokens
+    before = (await inference.status()).sampled_tokens
+    with inference.held_answers(LONG // 2):
         call = await inference.call(prompt_ids(10), stream=True, max_tokens=LONG)
         async for _ in call:
             break
         call.cancel()
         await inference.idle()
-        sampled = (await inference.status()).sampled_tokens - before
-    assert 0 < sampled < LONG
+    assert 0 < (await inference.status()).sampled_tokens - before < LONG
 
 
 async def test_drained_worker_finishes_its_requests(inference: InferenceCluster) -> None:
     """SIGTERM: the running request ends there, and the exit code is 0."""
     await serving(inference)
     ids = prompt_ids(10)
-    running = asyncio.create_task(inference.sample(ids, max_tokens=LONG))
-    await inference.sampling(running)
-    (draining,) = await inference.workers("decode", 1)
-    inference.terminate(draining)
+    with inference.held_answers(LONG // 2):
+        running = asyncio.create_task(inference.sample(ids, max_tokens=LONG))
+        await inference.sampling(running)
+        (draining,) = await inference.workers("decode", 1)
+        inference.terminate(draining)
+        await until(lambda: '"draining"' in inference.log_of(draining))
     assert is_greedy(reference("qwen3"), ids, (await running).ids)
     assert await asyncio.to_thread(inference.exit_code, draining) == 0
 

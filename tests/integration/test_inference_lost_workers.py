@@ -46,16 +46,15 @@ async def test_frozen_worker_loses_its_calls_with_its_lease(inference: Inference
     router = inference.start("router")
     names = [await start_both(inference) for _ in range(2)]
     ids = prompt_ids(40)
-    frozen = ""
-    # An answer may be over before this process has had its turn: then there is another.
-    while not frozen:
-        sample = Sample()
+    frozen, sample = "", Sample()
+    with inference.held_answers(LONG // 2) as held:
         async for response in await inference.call(ids, stream=True, max_tokens=LONG):
             sample.add(response)
             if not frozen and len(sample.ids) > 20:
-                for frozen in await inference.sampling():
-                    inference.freeze(frozen)
-                    await inference.end_lease(frozen)
+                (frozen,) = await inference.sampling()
+                inference.freeze(frozen)
+                held.free()
+                await inference.end_lease(frozen)
     assert len(sample.ids) == LONG
     assert is_greedy(reference("qwen3"), ids, sample.ids)
     # It is frozen still: neither its end nor an answer of it has moved the request.
@@ -103,11 +102,12 @@ async def test_versions_never_fall_while_workers_swap_and_die(inference: Inferen
             sample.add(response)
 
     for publication in range(3):
-        calls = [asyncio.create_task(read(4 * publication + n)) for n in range(4)]
-        await inference.sampling(*calls)
-        await inference.publisher.publish(published(reference("qwen3", seed=publication + 1)))
-        # The dead one's answers meet a worker that may not have swapped yet.
-        inference.kill(workers.pop(0))
+        with inference.held_answers(LONG // 2):
+            calls = [asyncio.create_task(read(4 * publication + n)) for n in range(4)]
+            await inference.sampling(*calls)
+            await inference.publisher.publish(published(reference("qwen3", seed=publication + 1)))
+            # The dead one's answers meet a worker that may not have swapped yet.
+            inference.kill(workers.pop(0))
         await asyncio.gather(*calls)
         workers.append(await start_both(inference))
     assert len(samples) == 12

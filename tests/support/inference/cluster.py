@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import signal
 from array import array
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import drain_pb2, drain_pb2_grpc, inference_pb2, inference_pb2_grpc
 from forge.v1.common_pb2 import SamplingParams
 from services.inference import codec
+from tests.support.inference.held_answers import HoldFile
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.service_process import ServiceProcess, start_service
 from tests.support.runtime.waiting import until
@@ -191,8 +192,21 @@ class InferenceCluster:
         argv = [*self._base, "--role", role, "--instance-id", name, *settings]
         argv += ["--log-file", str(self._folder / f"{name}.log")]
         with (self._folder / f"{name}.stderr").open("ab") as stderr:
-            self._processes[name] = start_service("services.inference", *argv, stderr=stderr)
+            own = "tests.support.inference.held_worker"
+            module = "services.inference" if role == "router" else own
+            self._processes[name] = start_service(module, *argv, stderr=stderr)
         return name
+
+    @contextmanager
+    def held_answers(self, tokens: int) -> Iterator[HoldFile]:
+        """Answers of all workers stop at so many tokens, until they are let free. All before are
+        sent."""
+        file = HoldFile(self._folder / "hold")
+        file.hold(tokens)
+        try:
+            yield file
+        finally:
+            file.free()
 
     async def workers(self, role: str, count: int) -> list[str]:
         """Names of exactly `count` registered workers of a role; starts and kills as needed. Those

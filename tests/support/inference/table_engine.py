@@ -26,6 +26,13 @@ from services.inference.engines.model_limits import read_limits
 from services.inference.engines.provider import EngineOptions
 
 TOKEN_S = 0.01
+
+
+def holds(tokens: int) -> bool:
+    """Whether an answer of so many tokens gets no further one; replaced in held workers."""
+    return False
+
+
 _EPSILON = 1e-6
 CAPABILITIES = Capabilities(
     engine="table", roles=frozenset({"both"}), update="in_flight", draws="stream", penalties=True
@@ -63,6 +70,8 @@ class TableEngine:
         stream = np.random.default_rng([asked.seed, len(ids)])
         for sampled in range(1, most + 1):
             await asyncio.sleep(TOKEN_S)
+            while holds(sampled - 1):
+                await asyncio.sleep(TOKEN_S)
             logprobs_V, version = self._logprobs_VV[last], self.version
             last = int((logprobs_V + stream.gumbel(size=len(logprobs_V))).argmax())
             tokens = Tokens(ids=(last,), logprobs=(logprobs_V[last],), versions=(version,))

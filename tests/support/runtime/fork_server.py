@@ -68,6 +68,12 @@ ALSO = {
     ),
     "services.trainer": TORCH_MODELS,
     "services.inference": ("services.inference.router.role",),
+    "tests.support.inference.held_worker": (
+        "services.inference.app",
+        "services.inference.router.role",
+        "tests.support.inference.held_answers",
+        "tests.support.inference.table_engine",
+    ),
     "tests.support.pool.lmdb_panic": ("services.pool.app",),
     "tests.support.suite.xdist_worker": TESTS,
     "tests.support.gateway.scripted_engine": (
@@ -79,6 +85,7 @@ ALSO = {
 COMMAND = "forge.cli.main"
 EVERY = ("encodings.idna",)
 """Likewise of each process, for its first connection."""
+INFERENCE = ("services.inference", "tests.support.inference.held_worker")
 WORKER = (
     "services.inference.worker.role",
     "services.inference.engines.embedded.family_check",
@@ -170,7 +177,7 @@ def import_service(module: str, argv: list[str]) -> None:
     """Import what the module runs, if that has not been done."""
     for also in (*EVERY, *ALSO.get(module, ())):
         importlib.import_module(also)
-    if module == "services.inference" and "router" not in argv:
+    if module in INFERENCE and "router" not in argv:
         for also in WORKER:
             importlib.import_module(also)
     if module != COMMAND and module.startswith(("services.", "forge.")):

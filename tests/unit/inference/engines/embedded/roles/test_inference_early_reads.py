@@ -9,7 +9,7 @@ import pytest
 from forge.core.errors import NotFound
 from services.inference.engines.embedded.roles import early_reads
 from services.inference.engines.embedded.roles.early_reads import EarlyReads
-from tests.support.runtime.waiting import until
+from tests.support.runtime.waiting import LIMIT_S, until
 
 
 async def test_fetch_after_its_prefill_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ async def test_ended_prefills_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_fetch_that_leaves_ends_no_wait_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repeated fetch of one prompt finds the prefill that comes after the first one has left."""
-    monkeypatch.setattr(early_reads, "_ARRIVAL_S", 0.5)
+    monkeypatch.setattr(early_reads, "_ARRIVAL_S", LIMIT_S)
     reads = EarlyReads()
     first, second = (asyncio.create_task(reads.find("a")) for _ in range(2))
     await until(lambda: len(reads) == 1)
