@@ -1,13 +1,16 @@
 """Prefill of recurrent layers in packed rows: `python -m benchmarks.recurrent_prefill`.
 
-    [--dtype float32|bfloat16] [--rounds N] [--quick] [--json FILE]
+    [--dtype float32|bfloat16] [--rounds N] [--only MODEL...] [--tokens N...] [--quick]
+    [--json FILE]
 
 Prompts arrive at once at a prefill engine without cache; weights are random, shapes are four layers
-of a small published model. Both ways run in turn, one thread. Keys, for each model and length:
+of a small published model. All ways run in turn, one thread. Keys, for each model and length:
 
     one_s       CPU seconds of the layers' forward on one prompt after the other, an earlier way
     packed_s    CPU seconds of one forward over all tokens; convolution and scan one by one
+    whole_s     the same with scans that pad each piece to whole chunks
     gain        median of one / packed within a round
+    chunk_gain  median of whole / packed within a round
     logprob_err largest difference of the first sampled tokens' log-probs
 """
 
@@ -16,8 +19,8 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -34,7 +37,7 @@ from services.inference.engines.embedded.kv.prefix_cache import KvCache
 from services.inference.engines.embedded.messages import Read
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.prefill import PrefillActor
-from services.inference.engines.embedded.recurrent import layers
+from services.inference.engines.embedded.recurrent import layers, packed
 from services.inference.engines.tensor_bytes import to_named
 
 CONFIGS: dict[str, Any] = {
@@ -117,21 +120,39 @@ def one_by_one() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def whole_chunks() -> Iterator[None]:
+    """Context in which a short piece of a prompt has no shorter chunk."""
+    with mock.patch.object(packed, "_fit_chunk", lambda *_: None):
+        yield
+
+
 def measure(policy: Policy, length: int, *, rounds: int) -> dict[str, float]:
     """The keys of one model and length; the first round warms up."""
-    one, packed, errors = [], [], []
+    ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
+        "one": one_by_one,
+        "whole": whole_chunks,
+        "packed": nullcontext,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    errors = []
     for number in range(rounds + 1):
-        with one_by_one():
-            one_s, wanted = prefill(policy, length, seed=number)
-        packed_s, got = prefill(policy, length, seed=number)
-        errors.append(max(abs(a - b) for a, b in zip(wanted, got, strict=True)))
-        if number:
-            one.append(one_s)
-            packed.append(packed_s)
-    return {
-        "one_s": median(one),
-        "packed_s": median(packed),
-        "gain": median(a / b for a, b in zip(one, packed, strict=True)),
+        found = []
+        for name, way in ways.items():
+            with way():
+                took_s, logprobs = prefill(policy, length, seed=number)
+            found.append(logprobs)
+            if number:
+                seconds[name].append(took_s)
+        wanted, *others = found
+        errors += [abs(a - b) for got in others for a, b in zip(wanted, got, strict=True)]
+
+    def gain(slow: str) -> float:
+        return median(a / b for a, b in zip(seconds[slow], seconds["packed"], strict=True))
+
+    return {f"{name}_s": median(of_way) for name, of_way in seconds.items()} | {
+        "gain": gain("one"),
+        "chunk_gain": gain("whole"),
         "logprob_err": max(errors),
     }
 
@@ -140,13 +161,15 @@ def main() -> None:
     parser = arguments(__doc__, quick="prompts of 40 tokens, one round")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=[*CONFIGS])
+    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="of a prompt")
     options = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)
     numbers: dict[str, float] = {}
-    for name, config in CONFIGS.items():
-        policy = policy_of(config, options.dtype)
-        for length in LENGTHS[:1] if options.quick else LENGTHS:
+    for name in options.only:
+        policy = policy_of(CONFIGS[name], options.dtype)
+        for length in LENGTHS[:1] if options.quick else options.tokens:
             found = measure(policy, length, rounds=1 if options.quick else options.rounds)
             show(f"{name}, {PROMPTS} prompts of {length} tokens, {options.dtype}", found)
             numbers |= {f"{name}.{length}.{key}": one for key, one in found.items()}
