@@ -7,8 +7,9 @@ Owns the wait of those workers for the next slice. Not here: the order of source
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from forge.core.errors import NotFound
 from forge.runtime.weights import GROUP_PARTS, SLICE_BYTES, Part
@@ -53,9 +54,10 @@ class WeightRelay:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def changed(self) -> None:
-        """Wait for data, or for the end of the relay."""
-        await self._changed.wait()
+    def changed(self) -> Coroutine[Any, Any, object]:
+        """Return the wait for data, or for the end of the relay, from this call on."""
+        # Not an async method: as a task it would miss what changes before its first step.
+        return self._changed.wait()
 
     async def manifest(self, version: int) -> bytes:
         """Return the manifest of a version that is fetched here. Raises `NotFound`."""

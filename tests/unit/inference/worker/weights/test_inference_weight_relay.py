@@ -138,3 +138,13 @@ async def test_changes_are_relayed_as_they_arrived() -> None:
 def _received(worker: Worker) -> int:
     fetch = worker.follower._fetch
     return fetch.received_bytes if fetch is not None else 0
+
+
+async def test_wait_for_data_begins_at_its_call() -> None:
+    """Data that arrives before the first step of the waiting task ends the wait, too."""
+    relay = WeightRelay()
+    wait = asyncio.ensure_future(relay.changed())
+    relay.progress()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert wait.done()
