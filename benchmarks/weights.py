@@ -4,8 +4,9 @@
                                  [--only full,egress,ranks,swaps,publication,deltas,kept_kv]
 
 `full_over_socket.WAY`: CPU seconds of both ends of a plain socket copy over those of a publication
-of the same bytes to one worker, from digest to swap, over gRPC, shared memory and a directory, and
-over those of a bare gRPC stream (`bare_grpc`); all receive into new memory. Interleaved, medians.
+of the same bytes to one worker, from digest to swap, over a bulk connection (`bulk_tls`: with TLS),
+gRPC, shared memory and a directory, and over those of a bare gRPC stream (`bare_grpc`); all receive
+into new memory. Interleaved, medians.
 `full_over_socket`: the best way. `trainer_egress_over_one_worker`: bytes that leave the trainer for
 8 workers over those for one. `ranks.peak_mb.WAY`: largest growth of a rank's memory in the first
 publication of 4 ranks, by `publish_from`; `ranks.most_sent_over_weights.WAY`: most bytes that one
@@ -43,10 +44,10 @@ from benchmarks.support.weights.stream import (
     send_bytes,
 )
 from forge.cli.local_run.models.models import ensure_model
-from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.etcd import Certificates, EtcdServer
 
 WORKERS = 8
-WAYS = ("grpc", "memory", "directory")
+WAYS = ("bulk", "bulk_tls", "grpc", "memory", "directory")
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 PARTS = ("full", "egress", "ranks", "swaps", "publication", "deltas", "kept_kv")
 _TENSORS = 64
@@ -57,8 +58,9 @@ def full_over_socket(etcd: EtcdServer, folder: Path, *, mib: int, rounds: int) -
     their ratios."""
     total_bytes = mib << 20
     ends: dict[str, tuple[Started, Started]] = {}
+    Certificates.issue(folder)
     for way in WAYS:
-        directory = str(folder) if way == "directory" else ""
+        directory = str(folder) if way in ("bulk_tls", "directory") else ""
         publisher = Started(publish_weights, etcd.endpoint, way, way, directory)
         ends[way] = publisher, Started(follow_weights, etcd.endpoint, way, "w0", directory)
     for name, serve, receive in (

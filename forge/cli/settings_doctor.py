@@ -30,7 +30,7 @@ GIB = 1 << 30
 NEEDED_BYTES = 4 * GIB
 SLOW_FSYNC_S = 0.2
 """The pool acknowledges after an fsync; a disk needs a hundredth of this."""
-_PORT_KEYS = ("port", "metrics_port", "http.port")
+_PORT_KEYS = ("port", "metrics_port", "http.port", "bulk.port")
 _DATA_KEYS = ("data_dir", "checkpoint.dir", "kv.store_dir")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _TAKEN = "already in use on"

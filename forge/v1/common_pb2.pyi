@@ -284,6 +284,7 @@ class TensorSlice(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     XXH3_64_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
+    BULK_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     whole_bytes: _builtins.int
@@ -301,6 +302,10 @@ class TensorSlice(_message.Message):
     version, and `whole_bytes` and `offset_bytes` count the delta's bytes. Only in
     FetchWeightsResponse.slices.
     """
+    bulk_bytes: _builtins.int
+    """Above 0: `data` is empty, and this number of bytes follows on the connection of
+    FetchWeightsResponse.bulk. Only in FetchWeightsResponse.slices.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape of the complete array."""
@@ -316,10 +321,11 @@ class TensorSlice(_message.Message):
         data: _builtins.bytes = ...,
         xxh3_64: _builtins.int | None = ...,
         base_version: _builtins.int = ...,
+        bulk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64", "xxh3_64", b"xxh3_64"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64", "base_version", b"base_version", "data", b"data", "dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "whole_bytes", b"whole_bytes", "xxh3_64", b"xxh3_64"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64", "base_version", b"base_version", "bulk_bytes", b"bulk_bytes", "data", b"data", "dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "whole_bytes", b"whole_bytes", "xxh3_64", b"xxh3_64"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__xxh3_64: _TypeAlias = _typing.Literal["xxh3_64"]  # noqa: Y015
     _WhichOneofArgType__xxh3_64: _TypeAlias = _typing.Literal["_xxh3_64", b"_xxh3_64"]  # noqa: Y015

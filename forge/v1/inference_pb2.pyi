@@ -1039,6 +1039,7 @@ class FetchWeightsRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    BULK_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     slices: _builtins.bool
     """The caller accepts slices. An instance of an earlier release sends chunks nevertheless."""
@@ -1060,6 +1061,10 @@ class FetchWeightsRequest(_message.Message):
     alone ends its stream after it. Without this field it refuses with FAILED_PRECONDITION; a
     `from_tensor` outside of its segment gets NOT_FOUND: retry on the rank that the announcement names.
     """
+    bulk: _builtins.bool
+    """With `groups`: the caller accepts data on a TCP connection of its own (docs/weight_stream.md). An
+    instance that offers none, or gets no connection, sends all data in the responses.
+    """
     def __init__(
         self,
         *,
@@ -1070,10 +1075,11 @@ class FetchWeightsRequest(_message.Message):
         groups: _builtins.bool = ...,
         base_version: _builtins.int = ...,
         segments: _builtins.bool = ...,
+        bulk: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "from_byte", b"from_byte", "from_tensor", b"from_tensor", "groups", b"groups", "segments", b"segments", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "bulk", b"bulk", "from_byte", b"from_byte", "from_tensor", b"from_tensor", "groups", b"groups", "segments", b"segments", "slices", b"slices", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1125,6 +1131,7 @@ class FetchWeightsResponse(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     SLICE_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
+    BULK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tensor(self) -> _common_pb2.Chunk: ...
     @_builtins.property
@@ -1133,7 +1140,13 @@ class FetchWeightsResponse(_message.Message):
 
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlice]:
-        """Instead of both: slices of successive tensors, together at most 1 MiB of data, without checksums."""
+        """Instead of both: slices of successive tensors, without checksums, together at most 1 MiB of data,
+        and with a bulk connection at most 2 MiB.
+        """
+
+    @_builtins.property
+    def bulk(self) -> Global___BulkOffer:
+        """Alone, in the first response: connect now. An instance waits for 5 s."""
 
     def __init__(
         self,
@@ -1141,11 +1154,36 @@ class FetchWeightsResponse(_message.Message):
         tensor: _common_pb2.Chunk | None = ...,
         slice: _common_pb2.TensorSlice | None = ...,
         slices: _abc.Iterable[_common_pb2.TensorSlice] | None = ...,
+        bulk: Global___BulkOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice", "tensor", b"tensor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "slice", b"slice", "tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice", "slices", b"slices", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "slice", b"slice", "slices", b"slices", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchWeightsResponse: _TypeAlias = FetchWeightsResponse  # noqa: Y015
+
+@_typing.final
+class BulkOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    """On the host of the instance; TLS as for gRPC."""
+    ticket: _builtins.bytes
+    """The caller sends these 32 bytes first. They are valid once, for this call."""
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BulkOffer: _TypeAlias = BulkOffer  # noqa: Y015

@@ -13,6 +13,7 @@ from forge.core.errors import InvalidArgument
 from forge.runtime.serving_groups import check_group, kind_in
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
+from forge.runtime.settings.bulk_settings import BulkSettings
 from services.inference.engine_settings import TensorRtLlmSettings, VllmSettings
 
 _ENGINES_ON_FIRST_GPUS = ("tensorrt_llm", "vllm")
@@ -133,6 +134,7 @@ class InferenceConfig(ServiceConfig):
     weights_dir: str = ""
     """Directory on any mounted file system where the trainer with the same setting stores each
     version; empty: none. The worker fetches a missing version over gRPC."""
+    bulk: BulkSettings = field(default_factory=BulkSettings)
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """decode and both: most requests that sample at the same time."""
     pass_tokens: Annotated[int, Meta(ge=0)] = 0

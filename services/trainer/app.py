@@ -22,6 +22,7 @@ from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Instance
 from forge.runtime.process.gpu_watch import watch_gpus
 from forge.runtime.process.service import ServiceContext
+from forge.runtime.weights.bulk import BulkServer
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import (
     inference_pb2_grpc,
@@ -193,6 +194,8 @@ class TrainerApp:
     def _serve(self, steering: ActorRef, values: ActorRef, sent: CheckpointSource) -> None:
         assert self._training is not None
         server = self._context.server
+        bulk = BulkServer(self._context.security, self._config.bulk, host=self._config.host)
+        self._context.undo.callback(bulk.close)
         server.add_service(
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
             TrainerServicer(
@@ -213,6 +216,7 @@ class TrainerApp:
             weights.WeightServicer(
                 lambda: self._versions.weights,
                 deltas=DeltaEncoder(),
+                bulk=bulk,
                 sent=metrics.WEIGHT_SENT_BYTES.labels("0").inc,
             ),
             full_name=weights.FULL_NAME,

@@ -25,6 +25,7 @@ from forge.rl.config import (
 )
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
+from forge.runtime.settings.bulk_settings import BulkSettings
 from services.trainer.mesh import MeshSettings, check_reading
 from services.trainer.samples.credit_rules import CreditRules
 from services.trainer.setting_tables import (
@@ -116,6 +117,7 @@ class TrainerConfig(ServiceConfig):
     weights_dir: str = ""
     """Directory on any mounted file system where the trainer stores each published version for
     workers with the same setting; empty: none. Both must run as the same user."""
+    bulk: BulkSettings = field(default_factory=BulkSettings)
     recompute_activations: bool = False
     """Compute each layer again in the backward pass: a third more work, and only the inputs of
     the layers stay in memory."""

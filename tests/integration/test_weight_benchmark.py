@@ -9,7 +9,7 @@ from tests.support.runtime.etcd import EtcdServer
 
 
 def test_benchmark_publishes_by_every_way(own_etcd: EtcdServer, tmp_path: Path) -> None:
-    """Shared memory, a directory and gRPC, beside a bare gRPC stream and a socket."""
+    """TCP, shared memory, a directory and gRPC, beside a bare gRPC stream and a socket."""
     found = full_over_socket(own_etcd, tmp_path, mib=1, rounds=1)
     ways = {*WAYS, "bare_grpc", "socket"}
     assert {key for key in found if "over_socket." in key} == {

@@ -38,6 +38,24 @@ async def test_next_source_continues_at_the_slice_of_one_that_fails(failure: str
     assert request.from_byte >= 3 * MIB and request.from_byte % MIB == 0
 
 
+@pytest.mark.parametrize("failure", ["kill", "freeze"])
+async def test_next_source_continues_at_the_slice_of_a_cut_bulk_connection(failure: str) -> None:
+    """The source ends, or freezes, within a slice; no whole one is sent twice."""
+    with SourceProcess(1, fill=7, mib=24, bulk_slices=3) as first:
+        trainer = Source()
+        trainer.held[1] = weights(7, 24)
+        worker = Worker(silence_s=2.0 if failure == "freeze" else 600.0)
+        worker.show([first.address], version=1)
+        worker.publish(1, trainer.held[1], source=await trainer.start())
+        await until(lambda: received(worker) >= 3 * MIB)
+        first.kill() if failure == "kill" else first.freeze()
+        assert await worker.until_serving(1) == trainer.held[1]
+        await worker.stop()
+        await trainer.stop()
+    (request,) = trainer.requests
+    assert request.from_byte == 3 * MIB
+
+
 async def test_restarted_trainer_ends_the_fetch_from_its_predecessor() -> None:
     """The trainer dies in the middle; its next version, at another address, is taken."""
     with SourceProcess(1, fill=7, mib=24, pause_s=0.02) as killed:

@@ -29,7 +29,9 @@ from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
+from forge.runtime.settings.bulk_settings import BulkSettings
 from forge.runtime.telemetry import configure_logging
+from forge.runtime.weights.bulk import BulkServer
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
@@ -88,9 +90,16 @@ class Started:
         self._process.join()
 
 
-def security() -> Security:
-    """Return the credentials that all processes share."""
-    return Security(Keyring.from_bytes(b"k" * 32), subject="benchmark")
+def security(tls: str = "") -> Security:
+    """Return the credentials that all processes share; `tls`: a folder of `Certificates`."""
+    ca, cert, key = (tls and f"{tls}/{name}.pem" for name in ("ca", "cert", "key"))
+    return Security(
+        Keyring.from_bytes(b"k" * 32),
+        subject="benchmark",
+        tls_ca=ca,
+        tls_cert=cert,
+        tls_key=key,
+    )
 
 
 def tensors(total_bytes: int, *, count: int, version: int) -> list[NamedTensor]:
@@ -107,7 +116,8 @@ def tensors(total_bytes: int, *, count: int, version: int) -> list[NamedTensor]:
 def publish_weights(
     pipe: Connection, etcd: str, cluster: str, way: str = "grpc", directory: str = ""
 ) -> None:
-    """Be a trainer's publisher; `way` is memory, or directory for the one of this name, or grpc.
+    """Be a trainer's publisher; `way` is memory, bulk, grpc, or with the name of a directory
+    directory or bulk_tls.
     Orders: make(total_bytes, count), publish(), sent_bytes()."""
     keep_freed_memory(_KEPT_BYTES)
     configure_logging("trainer", "trainer", level="warning", file="")
@@ -121,12 +131,15 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
     async def workers() -> Sequence[Instance]:
         return discovery.instances if way == "memory" else ()
 
-    copies = LocalCopies(workers=workers, directory=directory)
-    server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security())
+    tls = directory if way == "bulk_tls" else ""
+    copies = LocalCopies(workers=workers, directory=directory if way == "directory" else "")
+    server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security(tls))
     versions = PublishedVersions(kept=2)
     sent: list[int] = []
+    settings = BulkSettings(enabled=way.startswith("bulk"))
+    bulk = BulkServer(security(tls), settings, host="127.0.0.1")
     servicer = weights.WeightServicer(
-        lambda: versions.weights, deltas=DeltaEncoder(), sent=sent.append
+        lambda: versions.weights, deltas=DeltaEncoder(), bulk=bulk, sent=sent.append
     )
     server.add_service(
         rpc.add_WeightServiceServicer_to_server, servicer, full_name=weights.FULL_NAME
@@ -191,15 +204,19 @@ class _Engine:
 
 async def _follow(pipe: Connection, etcd: str, cluster: str, name: str, directory: str) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
-    server = RpcServer(service="inference", host="127.0.0.1", port=0, security=security())
+    tls = directory if cluster == "bulk_tls" else ""
+    server = RpcServer(service="inference", host="127.0.0.1", port=0, security=security(tls))
     config = InferenceConfig(
-        instance_id=name, weights_dir=directory, weight_silence_s=60.0, lease_ttl_s=30.0
+        instance_id=name,
+        weights_dir="" if tls else directory,
+        weight_silence_s=60.0,
+        lease_ttl_s=30.0,
     )
     context = ServiceContext(
         config=config,
-        security=security(),
+        security=security(tls),
         coordinator=coordinator,
-        channels=Channels(security()),
+        channels=Channels(security(tls)),
         actors=ActorSystem(name),
         server=server,
         ready=False,

@@ -73,7 +73,7 @@ def _require_model(model: str) -> None:
 def _require_own_ports(plan: StackPlan) -> None:
     services = defaultdict(list)
     for name, chosen in plan.settings.items():
-        for key in ("port", "metrics_port", "http.port"):
+        for key in ("port", "metrics_port", "http.port", "bulk.port"):
             if (port := chosen.get(key, "0")) != "0":
                 services[port].append(f"{name}.{key}")
     for port, keys in services.items():

@@ -76,6 +76,13 @@ class SliceAssembler:
 
     def add_data(self, piece: TensorSlice, data: bytes, *, max_bytes: int) -> NamedTensor | None:
         """Add verified `data` of a slice; returns and raises what `add` does."""
+        # Through a view: an assignment to a bytearray copies other objects first.
+        with self.room(piece, len(data), max_bytes=max_bytes) as room:
+            room[:] = data
+        return self.filled(piece, len(data))
+
+    def room(self, piece: TensorSlice, size_bytes: int, *, max_bytes: int) -> memoryview:
+        """Return the memory of a slice's data, to be filled; raises what `add` does."""
         if piece.offset_bytes == self.pending_bytes == 0:
             if piece.whole_bytes > max_bytes:
                 raise DataLoss(
@@ -83,9 +90,9 @@ class SliceAssembler:
                 )
             self._buffer = _allocated(piece)
             self._first = TensorSlice(name=piece.name, dtype=piece.dtype, shape=piece.shape)
-        end = piece.offset_bytes + len(data)
+        end = piece.offset_bytes + size_bytes
         whole_bytes = len(self._buffer)
-        empty = not data and whole_bytes > 0
+        empty = not size_bytes and whole_bytes > 0
         if (
             piece.offset_bytes != self.pending_bytes
             or piece.whole_bytes != whole_bytes
@@ -93,14 +100,15 @@ class SliceAssembler:
             or empty
         ):
             raise DataLoss(
-                f"{piece.name}: {len(data)} bytes at {piece.offset_bytes} of "
+                f"{piece.name}: {size_bytes} bytes at {piece.offset_bytes} of "
                 f"{piece.whole_bytes} do not continue {self.pending_bytes} of {whole_bytes}"
             )
-        # Through a view: an assignment to a bytearray copies other objects first.
-        with memoryview(self._buffer) as view:
-            view[piece.offset_bytes : end] = data
-        self.pending_bytes = end
-        if end < whole_bytes:
+        return memoryview(self._buffer)[piece.offset_bytes : end]
+
+    def filled(self, piece: TensorSlice, size_bytes: int) -> NamedTensor | None:
+        """Add a slice whose verified data is in its `room`; return the array at its last one."""
+        self.pending_bytes = piece.offset_bytes + size_bytes
+        if self.pending_bytes < len(self._buffer):
             return None
         buffer, self._buffer, self.pending_bytes = self._buffer, bytearray(), 0
         return self._array(buffer)

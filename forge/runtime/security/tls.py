@@ -29,6 +29,8 @@ class _Pem:
     mutual: ssl.SSLContext | None
     """Context of listeners whose clients have certificates, with a `tls_ca` and
     `client_auth`."""
+    client: ssl.SSLContext | None
+    """Context of connections to other hosts, with a `tls_ca`."""
 
 
 class Tls:
@@ -98,6 +100,12 @@ class Tls:
             return None
         return self._client_credentials()
 
+    def client_context(self, host: str) -> ssl.SSLContext | None:
+        """TLS of a connection to another host that is no channel, as `channel_credentials`."""
+        if self._pem.client is None:
+            self.require_plain_allowed(host)
+        return self._pem.client
+
     def etcd_credentials(self, endpoints: str) -> grpc.ChannelCredentials | None:
         """TLS for https:// endpoints, with this host's certificate if it has one; else None.
 
@@ -134,8 +142,10 @@ class Tls:
     def _read(self) -> _Pem:
         cert, key, ca = self._paths
         pem_ca = read_pem("tls_ca", ca)
+        client = None
         if pem_ca is not None:
-            _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ca)
+            client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            _trust(client, ca)
         mutual = cert and ca and self._client_auth
         return _Pem(
             cert=read_pem("tls_cert", cert),
@@ -143,6 +153,7 @@ class Tls:
             ca=pem_ca,
             http=_listener_context(cert, key) if cert else None,
             mutual=_listener_context(cert, key, ca) if mutual else None,
+            client=client and _with_certificate(client, cert, key),
         )
 
 
@@ -155,7 +166,16 @@ def _server_configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
 
 
 def _listener_context(cert: str, key: str, client_ca: str = "") -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context = _with_certificate(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), cert, key)
+    if client_ca:
+        _trust(context, client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _with_certificate(context: ssl.SSLContext, cert: str, key: str) -> ssl.SSLContext:
+    if not cert:
+        return context
     try:
         # An encrypted key is an error, not a prompt.
         context.load_cert_chain(cert, key, password="")
@@ -163,9 +183,6 @@ def _listener_context(cert: str, key: str, client_ca: str = "") -> ssl.SSLContex
         raise ConfigError(
             f"tls_cert = {cert!r} is not a certificate of tls_key = {key!r}: {error}"
         ) from None
-    if client_ca:
-        _trust(context, client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 

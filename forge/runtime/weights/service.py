@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc import tensors as codec
 from forge.runtime.rpc.chunks import chunked, split
+from forge.runtime.weights.bulk import BulkServer
 from forge.runtime.weights.manifest import SLICE_BYTES
 from forge.v1.common_pb2 import TensorSlice
 from forge.v1.inference_pb2 import (
@@ -26,6 +28,9 @@ from forge.v1.inference_pb2_grpc import WeightServiceServicer
 FULL_NAME = "forge.v1.WeightService"
 GROUP_PARTS = 1024
 """Most slices of one message."""
+_BULK_GROUP_BYTES = 2 * SLICE_BYTES
+_LEAST_BULK_BYTES = 16 << 10
+"""Smaller slices are cheaper in the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,14 @@ class Part(NamedTuple):
     """Base version of a delta."""
 
 
+class Message(NamedTuple):
+    """A response of FetchWeights."""
+
+    response: FetchWeightsResponse
+    bulk: Sequence[memoryview] = ()
+    """The data of its slices without data, for the bulk connection."""
+
+
 class Arriving(Protocol):
     """A version that this process fetches itself."""
 
@@ -106,13 +119,16 @@ class WeightServicer(WeightServiceServicer):
         *,
         arriving: Arriving | None = None,
         deltas: Deltas | None = None,
+        bulk: BulkServer | None = None,
         sent: Callable[[int], object] = lambda sent_bytes: None,
     ) -> None:
         """`held` returns each version held; `arriving` has one that this process fetches. Without
-        `deltas` it sends those that have arrived. `sent` observes the bytes of each message."""
+        `deltas` it sends those that have arrived, without `bulk` all data over gRPC. `sent`
+        observes the bytes of each message."""
         self._held = held
         self._arriving = arriving
         self._deltas = deltas
+        self._bulk = bulk
         self._sent = sent
 
     async def FetchManifest(  # noqa: N802 - named by the proto
@@ -134,11 +150,20 @@ class WeightServicer(WeightServiceServicer):
     ) -> AsyncIterator[FetchWeightsResponse]:
         """Sends the tensors of one version, or of a segment of it. Raises `NotFound`, and
         `FailedPrecondition` for a segment that the caller does not expect."""
-        async for response in self._weights(request):
-            self._sent(response.ByteSize())
-            yield response
+        offers = self._bulk is not None and request.bulk and request.groups
+        stream = self._bulk.stream() if offers else None  # type: ignore[union-attr]
+        request.bulk = False
+        async with stream or nullcontext():
+            if stream is not None:
+                yield FetchWeightsResponse(bulk=stream.offer)
+                request.bulk = await stream.connected()
+            async for response, data in self._weights(request):
+                self._sent(response.ByteSize() + sum(map(len, data)))
+                yield response
+                if stream is not None and data:
+                    await stream.send(data)
 
-    async def _weights(self, request: FetchWeightsRequest) -> AsyncIterator[FetchWeightsResponse]:
+    async def _weights(self, request: FetchWeightsRequest) -> AsyncIterator[Message]:
         version = request.weight_version
         if self._arriving is not None and request.slices and self._arrives(version):
             arriving = self._arriving.parts(
@@ -148,24 +173,24 @@ class WeightServicer(WeightServiceServicer):
                 base_version=request.base_version if request.groups else 0,
             )
             async for group in arriving:
-                for response in _responses(request, [group]):
-                    yield response
+                for message in _responses(request, [group]):
+                    yield message
             return
         held = self._version(version)
         if held.segment is not None:
             _require_segment(request, held.segment)
         if request.groups and request.base_version:
-            async for response in self._with_deltas(request, held):
-                yield response
+            async for message in self._with_deltas(request, held):
+                yield message
             return
         if held.first:
             request = _moved(request, held.first)
-        async for response in weight_responses(request, held.tensors):
-            yield response
+        async for message in _messages(request, held.tensors):
+            yield message
 
     async def _with_deltas(
         self, request: FetchWeightsRequest, held: HeldWeights
-    ) -> AsyncIterator[FetchWeightsResponse]:
+    ) -> AsyncIterator[Message]:
         # Both versions stay, however long the call lasts.
         versions = {**self._held(), request.weight_version: held}
         group: list[Part] = []
@@ -177,11 +202,11 @@ class WeightServicer(WeightServiceServicer):
             else:
                 parts = delta_parts(held.tensors[at], delta, request.base_version)
             from_byte = 0
-            *whole, group = _grouped([*group, *parts])
-            for response in _responses(request, whole):
-                yield response
-        for response in _responses(request, [group] if group else ()):
-            yield response
+            *whole, group = _grouped(request, [*group, *parts])
+            for message in _responses(request, whole):
+                yield message
+        for message in _responses(request, [group] if group else ()):
+            yield message
 
     async def _delta(
         self, versions: Mapping[int, HeldWeights], request: FetchWeightsRequest, number: int
@@ -236,21 +261,32 @@ async def weight_responses(
     *,
     slice_bytes: int = SLICE_BYTES,
 ) -> AsyncIterator[FetchWeightsResponse]:
-    """The responses of FetchWeights that send these tensors in the manifest's order.
+    """The responses of FetchWeights that send these tensors in the manifest's order, over gRPC.
 
     Raises `FailedPrecondition` when the caller takes no slices and a tensor needs them,
     `InvalidArgument` for a start position beyond the end.
     """
+    request.bulk = False
+    async for response, _ in _messages(request, tensors, slice_bytes=slice_bytes):
+        yield response
+
+
+async def _messages(
+    request: FetchWeightsRequest,
+    tensors: Sequence[NamedTensor],
+    *,
+    slice_bytes: int = SLICE_BYTES,
+) -> AsyncIterator[Message]:
     if request.slices:
         parts = parts_of(tensors, request.from_tensor, request.from_byte, slice_bytes=slice_bytes)
-        for response in _responses(request, _grouped(parts)):
-            yield response
+        for message in _responses(request, _grouped(request, parts)):
+            yield message
         return
     for tensor in tensors:
         codec.require_serializable(tensor)
     for tensor in tensors:
         for chunk in split(await asyncio.to_thread(codec.serialize, tensor)):
-            yield FetchWeightsResponse(tensor=chunk)
+            yield Message(FetchWeightsResponse(tensor=chunk))
 
 
 def parts_of(
@@ -281,32 +317,39 @@ def delta_parts(
         yield Part(tensor, start, view[start : start + SLICE_BYTES], view.nbytes, base_version)
 
 
-def _grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Yield groups of at most `SLICE_BYTES`: many small tensors in one message."""
+def _grouped(request: FetchWeightsRequest, parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Yield groups of limited size: many small tensors in one message."""
     return chunked(
         parts,
         size_of=lambda part: len(part.data),
         max_items=GROUP_PARTS,
-        max_bytes=SLICE_BYTES,
+        max_bytes=_BULK_GROUP_BYTES if request.bulk else SLICE_BYTES,
     )
 
 
-def _responses(
-    request: FetchWeightsRequest, groups: Iterable[list[Part]]
-) -> Iterator[FetchWeightsResponse]:
+def _responses(request: FetchWeightsRequest, groups: Iterable[list[Part]]) -> Iterator[Message]:
     for group in groups:
         if request.groups:
-            # The caller has the digests of the manifest.
-            response = FetchWeightsResponse()
-            for part in group:
-                # In place: a message in an argument is copied.
-                response.slices.add(**_fields(part))
-            yield response
+            yield _group_message(group, bulk=request.bulk)
             continue
         for part in group:
-            fields = _fields(part)
-            piece = TensorSlice(**fields, xxh3_64=xxh3_64_intdigest(fields["data"]))
-            yield FetchWeightsResponse(slice=piece)
+            data = bytes(part.data)
+            piece = TensorSlice(**_fields(part), data=data, xxh3_64=xxh3_64_intdigest(data))
+            yield Message(FetchWeightsResponse(slice=piece))
+
+
+def _group_message(group: Sequence[Part], *, bulk: bool) -> Message:
+    """One message; the caller has the digests of the manifest."""
+    response, follows = FetchWeightsResponse(), []
+    for part in group:
+        # In place: a message in an argument is copied.
+        piece = response.slices.add(**_fields(part))
+        if bulk and not part.base_version and len(part.data) >= _LEAST_BULK_BYTES:
+            piece.bulk_bytes = len(part.data)
+            follows.append(part.data)
+        else:
+            piece.data = bytes(part.data)
+    return Message(response, follows)
 
 
 def _fields(part: Part) -> dict[str, Any]:
@@ -317,6 +360,5 @@ def _fields(part: Part) -> dict[str, Any]:
         "shape": tensor.shape,
         "whole_bytes": part.whole_bytes,
         "offset_bytes": part.start,
-        "data": bytes(part.data),
         "base_version": part.base_version,
     }

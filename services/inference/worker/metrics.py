@@ -47,8 +47,8 @@ WIRE_BYTES = counter(
 )
 VERSIONS = counter(
     "forge_inference_weight_versions_total",
-    "Complete versions received, by way: grpc, memory (shared by the processes of a host) or "
-    "directory.",
+    "Complete versions received, by way: bulk (bytes over TCP), grpc, memory (shared by the "
+    "processes of a host) or directory.",
     ["way"],
 )
 WEIGHT_FILES_REFUSED = counter(

@@ -9,6 +9,7 @@ from forge.runtime import weights
 from forge.runtime.process.drain import serve_drain
 from forge.runtime.process.gpu_watch import watch_gpus
 from forge.runtime.process.service import ServiceContext
+from forge.runtime.weights.bulk import BulkServer
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig, KvSettings
 from services.inference.engines.base import (
@@ -45,9 +46,11 @@ async def start_role(context: ServiceContext) -> Callable[[], Awaitable[None]]:
         await load_frozen(context, engine)
         return partial(_drain, engine, stream)
     follower = WeightFollower(context, engine, policy=context.config.policy)
+    bulk = BulkServer(context.security, context.config.bulk, host=context.config.host)
+    context.undo.callback(bulk.close)
     context.server.add_service(
         rpc.add_WeightServiceServicer_to_server,
-        weights.WeightServicer(lambda: follower.weights, arriving=follower.relay),
+        weights.WeightServicer(lambda: follower.weights, arriving=follower.relay, bulk=bulk),
         full_name=weights.FULL_NAME,
     )
     # Not in discovery until it has weights.

@@ -30,6 +30,7 @@ from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.telemetry import log
 from forge.runtime.weights import FULL_NAME, HeldWeights, TensorEntry, WeightServicer
+from forge.runtime.weights.bulk import BulkServer
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.runtime.weights.version_files import starts_of, write_segment
 from forge.v1 import inference_pb2_grpc as rpc
@@ -85,6 +86,9 @@ class SegmentServer:
         self._server = RpcServer(
             service="trainer", host=config.host, port=port, security=self._security
         )
+        self._bulk = BulkServer(
+            self._security, config.bulk, host=config.host, rank=local_rank(rank)
+        )
         self._loop = asyncio.new_event_loop()
         self._copied = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -112,7 +116,9 @@ class SegmentServer:
         self._copied.set()
 
     async def _run(self, listening: Future[None]) -> None:
-        servicer = WeightServicer(lambda: self._held, deltas=DeltaEncoder(), sent=self._count)
+        servicer = WeightServicer(
+            lambda: self._held, deltas=DeltaEncoder(), bulk=self._bulk, sent=self._count
+        )
         self._server.add_service(
             rpc.add_WeightServiceServicer_to_server, servicer, full_name=FULL_NAME
         )
@@ -132,6 +138,7 @@ class SegmentServer:
         await self._stopped.wait()
         await cancel_and_wait(orders, reload)
         await self._server.stop(grace_s=0)
+        self._bulk.close()
 
     def _count(self, sent_bytes: int) -> None:
         self._sent_bytes += sent_bytes

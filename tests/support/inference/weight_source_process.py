@@ -26,9 +26,19 @@ def weights(fill: int, mib: int) -> dict[str, bytes]:
 class SourceProcess:
     """The process; ended by SIGKILL."""
 
-    def __init__(self, version: int, *, fill: int, mib: int, pause_s: float = 0.0) -> None:
-        argv = [sys.executable, "-m", "tests.support.inference.weight_source_process"]
-        argv += map(str, (version, fill, mib, pause_s))
+    def __init__(
+        self,
+        version: int,
+        *,
+        fill: int,
+        mib: int,
+        pause_s: float = 0.0,
+        bulk_slices: int | None = None,
+    ) -> None:
+        """`bulk_slices`: send so many over a bulk connection, as `bulk_sources`."""
+        program = "weight_source_process" if bulk_slices is None else "bulk_sources"
+        argv = [sys.executable, "-m", f"tests.support.inference.{program}"]
+        argv += map(str, (version, fill, mib, pause_s if bulk_slices is None else bulk_slices))
         self._process = subprocess.Popen(dying_with_parent(argv), stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -21,6 +21,7 @@ from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.serving_groups import starting_in
+from forge.runtime.settings.bulk_settings import BulkSettings
 from forge.runtime.weights import (
     FULL_NAME,
     HeldWeights,
@@ -33,6 +34,7 @@ from forge.runtime.weights import (
     layout_of,
     weight_responses,
 )
+from forge.runtime.weights.bulk import BulkServer
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import BrokenWeights, Probe
@@ -195,11 +197,13 @@ class Worker:
         known_hold: bool = True,
         weights_dir: str = "",
         engine: Engine | None = None,
+        security: Security = SECURITY,
+        bulk: BulkSettings | None = None,
     ) -> None:
         """`known_hold`: etcd has said that there is no hold."""
         self.engine = engine or Engine()
         self.metadata: dict[str, str] = {}
-        self.channels = Channels(SECURITY)
+        self.channels = Channels(security)
         self.coordinator = self
         self.config = SimpleNamespace(
             instance_id=name,
@@ -208,7 +212,9 @@ class Worker:
             weight_silence_s=silence_s,
             probe_error=0.0,
             lease_ttl_s=10,
+            bulk=bulk or BulkSettings(),
         )
+        self.security = security
         self.announced: list[dict[str, str]] = []
         self._kinds = {"prefill": Peers(), "decode": Peers(), starting_in(""): Peers()}
         self._announcements: asyncio.Queue[bytes] = asyncio.Queue()
@@ -294,11 +300,14 @@ class Worker:
         return self.engine.loaded[version]
 
     async def serve(self) -> str:
-        """Serve its weights to other workers; returns the address."""
+        """Serve its weights to other workers, as a worker does; returns the address."""
         self._server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
+        self._bulk = BulkServer(SECURITY, self.config.bulk, host="127.0.0.1")
         self._server.add_service(
             rpc.add_WeightServiceServicer_to_server,
-            WeightServicer(lambda: self.follower.weights, arriving=self.follower.relay),
+            WeightServicer(
+                lambda: self.follower.weights, arriving=self.follower.relay, bulk=self._bulk
+            ),
             full_name=FULL_NAME,
         )
         return await self._server.start()
@@ -307,4 +316,5 @@ class Worker:
         await cancel_and_wait(self._run)
         if self._server is not None:
             await self._server.stop(grace_s=0)
+            self._bulk.close()
         await self.channels.close()

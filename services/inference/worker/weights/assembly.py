@@ -13,6 +13,7 @@ from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.tensors import SliceAssembler, parse
 from forge.runtime.weights import SLICE_BYTES, Part, TensorEntry, delta_parts, slice_digests
 from forge.runtime.weights import delta as delta_codec
+from forge.runtime.weights.bulk import BulkConnection
 from forge.runtime.weights.manifest import slices_of
 from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import TensorSlice
@@ -47,6 +48,8 @@ class WeightAssembly:
         """Deltas that gave a complete tensor, by name."""
         self.wire_bytes = 0
         """Bytes that were sent; a delta counts with its own size."""
+        self.bulk_bytes = 0
+        """Those of them that a bulk connection sent."""
         self._base = base or {}
         self._entries = entries
         self._whole_bytes = 0
@@ -65,8 +68,8 @@ class WeightAssembly:
         """Whether all tensors have arrived."""
         return len(self.tensors) == len(self.names)
 
-    def request(self) -> pb.FetchWeightsRequest:
-        """Return the request for all missing bytes."""
+    def request(self, *, bulk: bool = False) -> pb.FetchWeightsRequest:
+        """Return the request for all missing bytes; `bulk`: accept a bulk connection."""
         # Drops an incomplete message of an earlier source.
         self._joiner = Joiner(max_bytes=self.total_bytes + (1 << 20))
         self._chunked = False
@@ -79,6 +82,7 @@ class WeightAssembly:
             from_byte=self._slices.pending_bytes,
             base_version=self.base_version if self._entries else 0,
             segments=bool(self._entries),
+            bulk=bulk and bool(self._entries),
         )
 
     def adopt(self, tensors: Sequence[NamedTensor]) -> None:
@@ -91,15 +95,20 @@ class WeightAssembly:
         """Take whole tensors from here on."""
         self.base_version, self._base = 0, {}
 
-    async def add(self, response: pb.FetchWeightsResponse) -> None:
-        """Add a response. Raises `DataLoss` if it does not continue the received data, or is not
-        the data of the manifest; the data before it stays. Raises `ResourceExhausted` without
-        memory."""
+    async def add(
+        self, response: pb.FetchWeightsResponse, bulk: BulkConnection | None = None
+    ) -> None:
+        """Add a response, with the data that follows on `bulk`. Raises `DataLoss` if it does not
+        continue the received data, or is not the data of the manifest; the data before it stays.
+        Raises `ResourceExhausted` without memory, `BulkError` if the connection fails."""
         if response.HasField("tensor"):
             self._keep(self._of_chunk(response))
             return
         for piece in response.slices or (response.slice,):
             self._expect_name(piece.name)
+            if piece.bulk_bytes:
+                await self._add_bulk(piece, bulk)
+                continue
             # Each access to the field copies it.
             data = piece.data
             self.wire_bytes += len(data)
@@ -107,7 +116,9 @@ class WeightAssembly:
             if piece.base_version:
                 await self._add_delta(piece, data)
             elif self._entries:
-                _check(piece, data, self._entries[len(self.tensors)], version=self.version)
+                entry = self._entries[len(self.tensors)]
+                _check_place(piece, len(data), entry, version=self.version)
+                _check(piece, xxh3_64_digest(data), len(data), entry, version=self.version)
                 self._keep(self._slices.add_data(piece, data, max_bytes=left_bytes))
             else:
                 self._keep(self._slices.add(piece, max_bytes=left_bytes))
@@ -133,6 +144,21 @@ class WeightAssembly:
         if tensor is not None:
             self.tensors[tensor.name] = tensor
             self._whole_bytes += len(tensor.data)
+
+    async def _add_bulk(self, piece: TensorSlice, bulk: BulkConnection | None) -> None:
+        """Receive the data of a slice into its tensor."""
+        if bulk is None or not self._entries or piece.base_version:
+            raise DataLoss(f"weights {self.version}: {piece.name}: no bulk data is expected here")
+        size_bytes, entry = piece.bulk_bytes, self._entries[len(self.tensors)]
+        _check_place(piece, size_bytes, entry, version=self.version)
+        left_bytes = self.total_bytes - self._whole_bytes
+        # Not released: a cancelled receipt may still use it until its connection is closed.
+        room = self._slices.room(piece, size_bytes, max_bytes=left_bytes)
+        digest = await bulk.receive(room)
+        _check(piece, digest, size_bytes, entry, version=self.version)
+        self.wire_bytes += size_bytes
+        self.bulk_bytes += size_bytes
+        self._keep(self._slices.filled(piece, size_bytes))
 
     async def _add_delta(self, piece: TensorSlice, data: bytes) -> None:
         """Raises `DataLoss` if the delta does not give the announced tensor."""
@@ -209,21 +235,27 @@ def _parts(tensor: NamedTensor, from_byte: int, end: int) -> Iterator[Part]:
         yield Part(tensor, start, view[start : min(start + SLICE_BYTES, end)], view.nbytes)
 
 
-def _check(piece: TensorSlice, data: bytes, entry: TensorEntry, *, version: int) -> None:
-    """Compare a slice with the manifest. Raises `DataLoss` that names it."""
+def _check_place(piece: TensorSlice, size_bytes: int, entry: TensorEntry, *, version: int) -> None:
+    """Compare form and place of a slice with the manifest. Raises `DataLoss`."""
     announced = (entry.dtype, entry.shape, entry.size_bytes)
     found = (piece.dtype, tuple(piece.shape), piece.whole_bytes)
     if found != announced:
         raise DataLoss(f"weights {version}: {entry.name} is {found}, announced is {announced}")
-    number, odd = divmod(piece.offset_bytes, SLICE_BYTES)
     end = min(piece.offset_bytes + SLICE_BYTES, entry.size_bytes)
-    if odd or piece.offset_bytes + len(data) != end:
+    if piece.offset_bytes % SLICE_BYTES or piece.offset_bytes + size_bytes != end:
         raise DataLoss(
-            f"weights {version}: {entry.name}: {len(data)} bytes at {piece.offset_bytes} "
+            f"weights {version}: {entry.name}: {size_bytes} bytes at {piece.offset_bytes} "
             "are not a slice"
         )
-    if xxh3_64_digest(data) != entry.digest(number):
+
+
+def _check(
+    piece: TensorSlice, digest: bytes, size_bytes: int, entry: TensorEntry, *, version: int
+) -> None:
+    """Compare a slice's digest with the manifest. Raises `DataLoss` that names it."""
+    number = piece.offset_bytes // SLICE_BYTES
+    if digest != entry.digest(number):
         raise DataLoss(
             f"weights {version}: slice {number} of {entry.name} is damaged: its "
-            f"{len(data)} bytes at {piece.offset_bytes} have another digest than announced"
+            f"{size_bytes} bytes at {piece.offset_bytes} have another digest than announced"
         )

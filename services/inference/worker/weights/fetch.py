@@ -28,6 +28,7 @@ from forge.runtime.weights import (
     digest_of,
     layout_of,
 )
+from forge.runtime.weights.bulk import BulkError, BulkUnreachable
 from forge.runtime.weights.segments import owner_of
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
@@ -75,7 +76,7 @@ class WeightFetch:
         self.source = ""
         """Address of the source that sent the last data."""
         self.way = "grpc"
-        """`memory` or `directory` if a file had the version."""
+        """`memory` or `directory` if a file had the version, `bulk` if TCP sent data of it."""
         self.wire_bytes = 0
         """Data that was sent for the complete version."""
         self._kept = False
@@ -165,6 +166,8 @@ class WeightFetch:
 
     def _complete(self, assembly: WeightAssembly) -> HeldWeights:
         self.wire_bytes = assembly.wire_bytes
+        if self.way == "grpc" and assembly.bulk_bytes:
+            self.way = "bulk"
         WIRE_BYTES.inc(assembly.wire_bytes)
         VERSIONS.labels(self.way).inc()
         return HeldWeights(
@@ -245,16 +248,39 @@ class WeightFetch:
     async def _receive(self, assembly: WeightAssembly, address: str, *, until: int) -> None:
         """Fetch the missing bytes of the tensors before number `until` into `assembly`."""
         self._asked = address
+        ports = self._sources.bulk
+        bulk = ports.wants(address)
+        try:
+            await self._stream(assembly, address, until=until, bulk=bulk)
+        except BulkUnreachable as error:
+            ports.avoid(address, error)
+            await self._stream(assembly, address, until=until, bulk=False)
+        except (BulkError, DataLoss) as error:
+            if bulk:
+                ports.avoid(address, error)
+            raise
+
+    async def _stream(
+        self, assembly: WeightAssembly, address: str, *, until: int, bulk: bool
+    ) -> None:
+        connection = None
         stub = rpc.WeightServiceStub(self._channels.get(address))
-        call: Any = stub.FetchWeights(assembly.request())
+        call: Any = stub.FetchWeights(assembly.request(bulk=bulk))
         try:
             async for response in flowing(call, silence_s=self._silence_s, source="the source"):
-                await assembly.add(response)
+                if response.HasField("bulk"):
+                    connection = await self._sources.bulk.connect(
+                        address, response.bulk, silence_s=self._silence_s
+                    )
+                    continue
+                await assembly.add(response, connection)
                 self._relay.progress()
                 if len(assembly.tensors) >= until:
                     return
         finally:
             call.cancel()
+            if connection is not None:
+                await connection.close()
         raise Unavailable(
             f"the source ended its stream after {assembly.received_bytes} of "
             f"{assembly.total_bytes} bytes"

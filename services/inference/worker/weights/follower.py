@@ -32,6 +32,7 @@ from forge.runtime.weights import (
     hold_key,
     manifest_key,
 )
+from forge.runtime.weights.bulk import BulkClient
 from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
 from services.inference.worker.discovery_entry import DiscoveryEntry
 from services.inference.worker.metrics import (
@@ -62,7 +63,12 @@ class WeightFollower:
         self._peers = tuple(context.coordinator.discover(kind) for kind in kinds)
         self._entry = DiscoveryEntry(context, kind=starting_in(group))
         self._own_id = context.config.instance_id
-        self._sources = WeightSources(self._peers, own_id=self._own_id, fetches=self._fetches)
+        self._sources = WeightSources(
+            self._peers,
+            own_id=self._own_id,
+            fetches=self._fetches,
+            bulk=BulkClient(context.security, enabled=context.config.bulk.enabled),
+        )
         self._local = LocalWeights(directory=context.config.weights_dir)
         # The trainer uses the memory of its host while a worker names it.
         context.metadata[MEMORY_KEY] = self._local.place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,7 +58,7 @@ def tensors(rng: Random, sizes: list[int]) -> list[NamedTensor]:
     ]
 
 
-async def fetched(servicer: WeightServicer, **request: int) -> tuple[list[str], bytes]:
+async def fetched(servicer: WeightServicer, **request: Any) -> tuple[list[str], bytes]:
     """Names and data that one call sends."""
     wanted = FetchWeightsRequest(slices=True, groups=True, segments=True, **request)
     slices = [one async for found in servicer.FetchWeights(wanted, None) for one in found.slices]

@@ -10,8 +10,10 @@ from typing import Any, cast
 
 from forge.core.errors import Unavailable
 from forge.runtime.serving_groups import starting_in
+from forge.runtime.settings.bulk_settings import BulkSettings
 from forge.runtime.weights import hold_key
 from services.inference.worker.weights.follower import WeightFollower
+from tests.support.inference.weight_sources import SECURITY
 
 
 class Peers:
@@ -45,7 +47,9 @@ class Context:
             weight_silence_s=60.0,
             probe_error=0.0,
             lease_ttl_s=10,
+            bulk=BulkSettings(),
         )
+        self.security = SECURITY
         self.metadata: dict[str, str] = {}
         self.coordinator = self.channels = self
 
