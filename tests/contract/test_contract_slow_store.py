@@ -13,7 +13,7 @@ import pytest
 
 from tests.contract import engines
 from tests.contract.engines import GREEDY, is_greedy, prompt_ids, published, reference
-from tests.contract.test_contract_kv_store import PROMPT, STORED, blocks, pair_with_store
+from tests.contract.test_contract_kv_store import PROMPT, STORED, block_files, pair_with_store
 
 _LONG_S = 60.0
 WAIT = "services.inference.engines.embedded.roles.stored_reads.WAIT_S"
@@ -46,7 +46,7 @@ async def test_hanging_store_stops_no_other_request(
     weights = published(model)
     async with pair_with_store(engine, tmp_path, weights) as pair:
         await pair.sample(PROMPT)
-    first = min(blocks(tmp_path), key=lambda path: path.stat().st_mtime_ns)
+    first = block_files(pair, PROMPT)[0]
     monkeypatch.setattr(WAIT, _LONG_S)
     with hanging(first):
         async with pair_with_store(engine, tmp_path, weights) as pair, asyncio.timeout(_LONG_S):
@@ -73,8 +73,7 @@ async def test_prompt_that_has_waited_for_the_store_is_computed(
     async with pair_with_store(engine, tmp_path, weights) as pair:
         await pair.sample(PROMPT)
         await pair.sample(further)
-    in_order = sorted(blocks(tmp_path), key=lambda path: path.stat().st_mtime_ns)
-    second = in_order[1]
+    second = block_files(pair, PROMPT)[1]
     monkeypatch.setattr(WAIT, 1.0)
     with hanging(second):
         async with pair_with_store(engine, tmp_path, weights) as pair, asyncio.timeout(_LONG_S):
