@@ -18,7 +18,8 @@ from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.runtime.rpc.server import current_claims
 from forge.runtime.rpc.tokens import split
 from forge.runtime.security.tokens import Claims
-from forge.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from forge.v1 import common_pb2, gateway_pb2_grpc
+from forge.v1 import gateway_pb2 as pb
 from services.gateway.close_session import close_session, facts_of
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.call_labels import (
@@ -73,13 +74,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._tenants = tenants
 
     async def OpenSession(
-        self, request: gateway_pb2.OpenSessionRequest, context: Any
-    ) -> gateway_pb2.OpenSessionResponse:
+        self, request: pb.OpenSessionRequest, context: Any
+    ) -> pb.OpenSessionResponse:
         claims = current_claims()
         async with self._sessions.use_session(claims) as session:
             facts = await facts_of(session)
             model_s = self._sessions.model_s(session)
-        return gateway_pb2.OpenSessionResponse(
+        return pb.OpenSessionResponse(
             trajectory_id=claims.trajectory_id,
             task_id=claims.task_id,
             domain=claims.domain,
@@ -90,9 +91,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             unanswered=session.unanswered,
         )
 
-    async def Chat(
-        self, request: gateway_pb2.ChatRequest, context: Any
-    ) -> AsyncIterator[gateway_pb2.ChatResponse]:
+    async def Chat(self, request: pb.ChatRequest, context: Any) -> AsyncIterator[pb.ChatResponse]:
         if request.sampling.top_logprobs:
             raise InvalidArgument(
                 "sampling.top_logprobs: Chat returns text; Generate returns log-probs"
@@ -116,11 +115,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     continue
                 deltas = [delta.text for delta in event.deltas if isinstance(delta, TextDelta)]
                 if deltas:
-                    yield gateway_pb2.ChatResponse(delta="".join(deltas))
+                    yield pb.ChatResponse(delta="".join(deltas))
 
     async def Generate(
-        self, request: gateway_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
         claims = self._claims_for(request, context)
         turns = self._models.turns_or_policy(claims, request.model)
         turn_request = TurnRequest(
@@ -137,22 +136,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                         yield response
                     continue
                 for tokens in split(event.tokens):
-                    yield gateway_pb2.GenerateResponse(tokens=tokens)
+                    yield pb.GenerateResponse(tokens=tokens)
 
-    async def Annotate(
-        self, request: gateway_pb2.AnnotateRequest, context: Any
-    ) -> gateway_pb2.AnnotateResponse:
+    async def Annotate(self, request: pb.AnnotateRequest, context: Any) -> pb.AnnotateResponse:
         claims = current_claims()
         rewards = admitted_rewards(claims, request.rewards)
         async with self._sessions.use_session(claims) as session:
             if (await facts_of(session)).closed:
                 raise SessionClosed(f"session {session.claims.trajectory_id} is closed")
             await self._pool.annotate(claims, rewards)
-        return gateway_pb2.AnnotateResponse()
+        return pb.AnnotateResponse()
 
     async def CloseSession(
-        self, request: gateway_pb2.CloseSessionRequest, context: Any
-    ) -> gateway_pb2.CloseSessionResponse:
+        self, request: pb.CloseSessionRequest, context: Any
+    ) -> pb.CloseSessionResponse:
         claims = current_claims()
         async with self._sessions.use_session(claims) as session:
             summary = await close_session(
@@ -165,13 +162,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 min_turns=request.min_turns,
                 after_agent_s=request.after_agent_s,
             )
-        return gateway_pb2.CloseSessionResponse(
-            turns=summary.turns, sampled_tokens=summary.sampled_tokens
-        )
+        return pb.CloseSessionResponse(turns=summary.turns, sampled_tokens=summary.sampled_tokens)
 
-    def _claims_for(
-        self, request: gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest, context: Any
-    ) -> Claims:
+    def _claims_for(self, request: pb.ChatRequest | pb.GenerateRequest, context: Any) -> Claims:
         """Returns the claims of a request for a turn, and reads its size and its labels. Raises
         `RequestTooLarge`."""
         claims, size_bytes = current_claims(), request.ByteSize()
@@ -205,16 +198,16 @@ def _prompt_ids(ids: bytes, vocabulary: int) -> bytes:
     return ids
 
 
-def _last_chat_response(turn: Turn, *, streamed: bool) -> gateway_pb2.ChatResponse:
+def _last_chat_response(turn: Turn, *, streamed: bool) -> pb.ChatResponse:
     message = turn.message
-    return gateway_pb2.ChatResponse(
+    return pb.ChatResponse(
         delta="" if streamed else message.content,
-        message=gateway_pb2.ChatMessage(
+        message=pb.ChatMessage(
             role=message.role,
             content=message.content,
             reasoning=message.reasoning,
             tool_calls=[
-                gateway_pb2.ToolCall(id=call.call_id, name=call.name, arguments_json=call.arguments)
+                pb.ToolCall(id=call.call_id, name=call.name, arguments_json=call.arguments)
                 for call in message.tool_calls
             ],
         ),
@@ -226,14 +219,12 @@ def _last_chat_response(turn: Turn, *, streamed: bool) -> gateway_pb2.ChatRespon
     )
 
 
-def _last_generate_responses(
-    turn: Turn, *, streamed: bool
-) -> Iterator[gateway_pb2.GenerateResponse]:
+def _last_generate_responses(turn: Turn, *, streamed: bool) -> Iterator[pb.GenerateResponse]:
     """Yields the end, with all tokens unless they were streamed; large ones in several messages."""
     parts = [] if streamed else list(split(turn.tokens()))
     for tokens in parts[:-1]:
-        yield gateway_pb2.GenerateResponse(tokens=tokens)
-    yield gateway_pb2.GenerateResponse(
+        yield pb.GenerateResponse(tokens=tokens)
+    yield pb.GenerateResponse(
         tokens=parts[-1] if parts else None,
         finish_reason=turn.sampled.finish_reason,
         turn_index=turn.turn_index,

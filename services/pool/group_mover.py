@@ -15,7 +15,8 @@ from forge.core.errors import Conflict, Unavailable
 from forge.runtime.rpc.chunks import Joiner, split
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
-from forge.v1 import common_pb2, pool_pb2, replica_pb2
+from forge.v1 import common_pb2, replica_pb2
+from forge.v1 import pool_pb2 as pb
 from services.pool import validation
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import DiscardCopy, ImportGroup, MarkMoved, StageRecords
@@ -64,17 +65,15 @@ class GroupMover:
         self._readers = readers
         self._pools = pools
 
-    async def list_groups(
-        self, request: pool_pb2.ListGroupsToMoveRequest
-    ) -> pool_pb2.ListGroupsToMoveResponse:
+    async def list_groups(self, request: pb.ListGroupsToMoveRequest) -> pb.ListGroupsToMoveResponse:
         """Groups that did not move."""
         look = partial(_list_groups, limit=min(request.limit, MOST_LISTED))
-        answer: pool_pb2.ListGroupsToMoveResponse = await self._read(look)
+        answer: pb.ListGroupsToMoveResponse = await self._read(look)
         return answer
 
     async def export(
-        self, request: pool_pb2.ExportGroupsRequest
-    ) -> AsyncGenerator[pool_pb2.ExportGroupsResponse, None]:
+        self, request: pb.ExportGroupsRequest
+    ) -> AsyncGenerator[pb.ExportGroupsResponse, None]:
         """All records of groups, group by group."""
         for task_id in validation.check_move(request.task_ids):
             # The digest first: a change after it is found by the mark.
@@ -95,21 +94,17 @@ class GroupMover:
                 ):
                     yield response
             erased = await self._read(partial(is_erased, task_id=task_id))
-            yield pool_pb2.ExportGroupsResponse(
-                task_id=task_id, digest=digest, last=True, erased=erased
-            )
+            yield pb.ExportGroupsResponse(task_id=task_id, digest=digest, last=True, erased=erased)
 
-    async def import_groups(
-        self, request: pool_pb2.ImportGroupsRequest
-    ) -> pool_pb2.ImportGroupsResponse:
+    async def import_groups(self, request: pb.ImportGroupsRequest) -> pb.ImportGroupsResponse:
         """Copies groups from the source. Raises StaleFence, Conflict, DataLoss, Unavailable."""
         validation.check_move(request.task_ids)
         _, stub = await self._pools.pick(
             where=lambda instance: instance.metadata.get("shard") == request.source_shard
         )
-        answer = pool_pb2.ImportGroupsResponse()
+        answer = pb.ImportGroupsResponse()
         incoming = _Incoming(self, fence=request.fence)
-        responses = stub.ExportGroups(pool_pb2.ExportGroupsRequest(task_ids=request.task_ids))
+        responses = stub.ExportGroups(pb.ExportGroupsRequest(task_ids=request.task_ids))
         source = f"pool shard {request.source_shard}"
         async for response in flowing(responses, silence_s=SILENCE_S, source=source):
             digest = await incoming.add(response)
@@ -118,9 +113,7 @@ class GroupMover:
                 MOVED_GROUPS.labels("in").inc()
         return answer
 
-    async def mark(
-        self, request: pool_pb2.MarkGroupsMovedRequest
-    ) -> pool_pb2.MarkGroupsMovedResponse:
+    async def mark(self, request: pb.MarkGroupsMovedRequest) -> pb.MarkGroupsMovedResponse:
         """Marks groups as moved if they did not change since their export."""
         validation.check_move([group.task_id for group in request.groups])
         command = MarkMoved(
@@ -131,7 +124,7 @@ class GroupMover:
         )
         moved: list[str] = await self._writer.ask(command, timeout_s=_WRITE_S)
         MOVED_GROUPS.labels("out").inc(len(moved))
-        return pool_pb2.MarkGroupsMovedResponse(moved=moved)
+        return pb.MarkGroupsMovedResponse(moved=moved)
 
     async def write(self, command: Any) -> Any:
         """The writer's answer."""
@@ -160,7 +153,7 @@ class _Incoming:
         self._staged = 0
         self._rest: list[tuple[Key, bytes]] = []
 
-    async def add(self, response: pool_pb2.ExportGroupsResponse) -> bytes:
+    async def add(self, response: pb.ExportGroupsResponse) -> bytes:
         """Stores one response; the digest of a group that is complete, else b""."""
         if response.last:
             return await self._end(response)
@@ -178,7 +171,7 @@ class _Incoming:
             await self._mover.write(StageRecords(values=content, fence=self._fence))
         return b""
 
-    async def _end(self, response: pool_pb2.ExportGroupsResponse) -> bytes:
+    async def _end(self, response: pb.ExportGroupsResponse) -> bytes:
         task_id, self._task_id = self._task_id, ""
         if not response.digest:
             return b""
@@ -195,8 +188,8 @@ class _Incoming:
         return response.digest
 
 
-def _list_groups(records: Records, *, limit: int) -> pool_pb2.ListGroupsToMoveResponse:
-    answer = pool_pb2.ListGroupsToMoveResponse(
+def _list_groups(records: Records, *, limit: int) -> pb.ListGroupsToMoveResponse:
+    answer = pb.ListGroupsToMoveResponse(
         groups_left=records.count(Table.GROUPS) - moved_groups(records)
     )
     for task_id in not_moved(records, limit):
@@ -209,12 +202,12 @@ def _list_groups(records: Records, *, limit: int) -> pool_pb2.ListGroupsToMoveRe
     return answer
 
 
-def _page(task_id: str, page: list[tuple[Key, bytes]]) -> list[pool_pb2.ExportGroupsResponse]:
+def _page(task_id: str, page: list[tuple[Key, bytes]]) -> list[pb.ExportGroupsResponse]:
     changes = replica_pb2.RecordChanges()
     for (table, key), value in page:
         changes.changes.add(record=record_key(table, key), value=value)
     return [
-        pool_pb2.ExportGroupsResponse(task_id=task_id, records=chunk)
+        pb.ExportGroupsResponse(task_id=task_id, records=chunk)
         for chunk in split(changes.SerializeToString())
     ]
 

@@ -18,7 +18,8 @@ from forge.runtime.rpc.interceptor import current_claims
 from forge.runtime.rpc.status import to_status, trailing_metadata
 from forge.runtime.security.issued_tokens import renew
 from forge.runtime.security.tokens import Keyring
-from forge.v1 import scheduler_pb2, scheduler_pb2_grpc
+from forge.v1 import scheduler_pb2 as pb
+from forge.v1 import scheduler_pb2_grpc
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.groups.batch_groups import fitting, lost_trajectories, with_summaries
@@ -104,23 +105,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Reason why the last term of this instance failed; empty once the next one begins."""
 
     async def SubmitTasks(
-        self, request: scheduler_pb2.SubmitTasksRequest, context: Any
-    ) -> scheduler_pb2.SubmitTasksResponse:
+        self, request: pb.SubmitTasksRequest, context: Any
+    ) -> pb.SubmitTasksResponse:
         """Accept tasks; durable on return."""
         leader = await self._lead(context)
         tasks = validation.check_tasks(request.tasks, max_group_size=self._config.max_group_size)
         accepted = await leader.submissions.ask(Submit(tasks=tasks), timeout_s=WRITE_S)
-        return scheduler_pb2.SubmitTasksResponse(accepted=accepted)
+        return pb.SubmitTasksResponse(accepted=accepted)
 
     async def LeaseRollouts(
-        self, request: scheduler_pb2.LeaseRolloutsRequest, context: Any
-    ) -> scheduler_pb2.LeaseRolloutsResponse:
+        self, request: pb.LeaseRolloutsRequest, context: Any
+    ) -> pb.LeaseRolloutsResponse:
         """Lease rollouts to a runner, after a long poll."""
         leader = await self._lead(context)
         runner_id = validation.check_id("runner_id", request.runner_id)
         if request.leaving:
             await leader.queue.ask(DismissRunner(runner_id=runner_id), timeout_s=ASK_S)
-            return scheduler_pb2.LeaseRolloutsResponse()
+            return pb.LeaseRolloutsResponse()
         ask = LeaseRollouts(
             runner_id=runner_id,
             max_rollouts=validation.check_count(
@@ -132,40 +133,40 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
         drained = IsDraining(runner_id=runner_id, start_id=request.start_id)
-        return scheduler_pb2.LeaseRolloutsResponse(
+        return pb.LeaseRolloutsResponse(
             leases=[rollout_lease(one, self._config, self._keyring) for one in grants],
             draining=not grants and await leader.queue.ask(drained, timeout_s=ASK_S),
         )
 
     async def RenewToken(
-        self, request: scheduler_pb2.RenewTokenRequest, context: Any
-    ) -> scheduler_pb2.RenewTokenResponse:
+        self, request: pb.RenewTokenRequest, context: Any
+    ) -> pb.RenewTokenResponse:
         """Renew the token of the call; every instance can."""
         token, claims = await renew(
             self._coordinator, self._keyring, current_claims(), now_s=time.time()
         )
-        return scheduler_pb2.RenewTokenResponse(token=token, expires_unix_s=claims.expires_unix_s)
+        return pb.RenewTokenResponse(token=token, expires_unix_s=claims.expires_unix_s)
 
     async def RenewRollouts(
-        self, request: scheduler_pb2.RenewRolloutsRequest, context: Any
-    ) -> scheduler_pb2.RenewRolloutsResponse:
+        self, request: pb.RenewRolloutsRequest, context: Any
+    ) -> pb.RenewRolloutsResponse:
         """Extend leases of rollouts."""
         leader = await self._lead(context)
         ask = RenewRollouts(lease_ids=request.lease_ids, runner_id=request.runner_id)
         lost = await leader.queue.ask(ask, timeout_s=ASK_S)
-        return scheduler_pb2.RenewRolloutsResponse(lost=lost)
+        return pb.RenewRolloutsResponse(lost=lost)
 
     async def FinishRollouts(
-        self, request: scheduler_pb2.FinishRolloutsRequest, context: Any
-    ) -> scheduler_pb2.FinishRolloutsResponse:
+        self, request: pb.FinishRolloutsRequest, context: Any
+    ) -> pb.FinishRolloutsResponse:
         """Settle results of attempts, checked against the pool; name the unknown ones."""
         leader = await self._lead(context)
         refused = await settle_results(leader.queue, leader.shards, request.outcomes)
-        return scheduler_pb2.FinishRolloutsResponse(refused=refused)
+        return pb.FinishRolloutsResponse(refused=refused)
 
     async def LeaseBatch(
-        self, request: scheduler_pb2.LeaseBatchRequest, context: Any
-    ) -> scheduler_pb2.LeaseBatchResponse:
+        self, request: pb.LeaseBatchRequest, context: Any
+    ) -> pb.LeaseBatchResponse:
         """Lease a batch to a trainer, after a long poll."""
         leader = await self._lead(context)
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
@@ -183,7 +184,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         batch = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s)
         if batch is None:
-            return scheduler_pb2.LeaseBatchResponse()
+            return pb.LeaseBatchResponse()
         try:
             groups = await with_summaries(leader.shards, batch.groups)
         except Unavailable:
@@ -194,24 +195,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if lost:
             release = ReleaseBatch(batch_id=batch.batch_id, reasons=lost)
             await leader.commits.ask(release, timeout_s=WRITE_S)
-            return scheduler_pb2.LeaseBatchResponse()
-        return scheduler_pb2.LeaseBatchResponse(
+            return pb.LeaseBatchResponse()
+        return pb.LeaseBatchResponse(
             batch_id=batch.batch_id,
             groups=fitting(groups),
             lease_s=self._config.queue.batch_lease_s,
         )
 
     async def RenewBatch(
-        self, request: scheduler_pb2.RenewBatchRequest, context: Any
-    ) -> scheduler_pb2.RenewBatchResponse:
+        self, request: pb.RenewBatchRequest, context: Any
+    ) -> pb.RenewBatchResponse:
         """Extend the lease of a batch."""
         leader = await self._lead(context)
         await leader.queue.ask(RenewBatch(batch_id=request.batch_id), timeout_s=ASK_S)
-        return scheduler_pb2.RenewBatchResponse()
+        return pb.RenewBatchResponse()
 
     async def CommitBatch(
-        self, request: scheduler_pb2.CommitBatchRequest, context: Any
-    ) -> scheduler_pb2.CommitBatchResponse:
+        self, request: pb.CommitBatchRequest, context: Any
+    ) -> pb.CommitBatchResponse:
         """Commit a batch; durable on return."""
         leader = await self._lead(context)
         ask = CommitBatch(
@@ -220,11 +221,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             task_ids=request.task_ids,
         )
         await leader.commits.ask(ask, timeout_s=WRITE_S)
-        return scheduler_pb2.CommitBatchResponse()
+        return pb.CommitBatchResponse()
 
     async def ReleaseBatch(
-        self, request: scheduler_pb2.ReleaseBatchRequest, context: Any
-    ) -> scheduler_pb2.ReleaseBatchResponse:
+        self, request: pb.ReleaseBatchRequest, context: Any
+    ) -> pb.ReleaseBatchResponse:
         """Return a batch, and tombstone groups with a reason."""
         leader = await self._lead(context)
         ask = ReleaseBatch(
@@ -233,30 +234,28 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             reason=request.reason,
         )
         await leader.commits.ask(ask, timeout_s=WRITE_S)
-        return scheduler_pb2.ReleaseBatchResponse()
+        return pb.ReleaseBatchResponse()
 
-    async def Rewind(
-        self, request: scheduler_pb2.RewindRequest, context: Any
-    ) -> scheduler_pb2.RewindResponse:
+    async def Rewind(self, request: pb.RewindRequest, context: Any) -> pb.RewindResponse:
         """Undo later steps; durable on return."""
         leader = await self._lead(context)
         groups = await leader.commits.ask(
             Rewind(step=request.step, fence=request.fence), timeout_s=WRITE_S
         )
-        return scheduler_pb2.RewindResponse(groups=groups)
+        return pb.RewindResponse(groups=groups)
 
     async def SetActivity(
-        self, request: scheduler_pb2.SetActivityRequest, context: Any
-    ) -> scheduler_pb2.SetActivityResponse:
+        self, request: pb.SetActivityRequest, context: Any
+    ) -> pb.SetActivityResponse:
         """Pause, drain or resume the queue."""
         leader = await self._lead(context)
         ask = SetActivity(activity=validation.check_activity(request.activity))
         await leader.commits.ask(ask, timeout_s=WRITE_S)
-        return scheduler_pb2.SetActivityResponse()
+        return pb.SetActivityResponse()
 
     async def SetRunnerDraining(
-        self, request: scheduler_pb2.SetRunnerDrainingRequest, context: Any
-    ) -> scheduler_pb2.SetRunnerDrainingResponse:
+        self, request: pb.SetRunnerDrainingRequest, context: Any
+    ) -> pb.SetRunnerDrainingResponse:
         """Drain a runner, or resume it; durable on return."""
         leader = await self._lead(context)
         ask = SetRunnerDraining(
@@ -269,11 +268,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             },
         )
         running = await leader.commits.ask(ask, timeout_s=WRITE_S)
-        return scheduler_pb2.SetRunnerDrainingResponse(draining=request.draining, running=running)
+        return pb.SetRunnerDrainingResponse(draining=request.draining, running=running)
 
     async def DropGroups(
-        self, request: scheduler_pb2.DropGroupsRequest, context: Any
-    ) -> scheduler_pb2.DropGroupsResponse:
+        self, request: pb.DropGroupsRequest, context: Any
+    ) -> pb.DropGroupsResponse:
         """Tombstone pending groups; durable on return."""
         leader = await self._lead(context)
         checked = validation.check_drop(request)
@@ -284,48 +283,44 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             reason=checked.reason,
         )
         dropped = await leader.commits.ask(ask, timeout_s=WRITE_S)
-        return scheduler_pb2.DropGroupsResponse(dropped=dropped)
+        return pb.DropGroupsResponse(dropped=dropped)
 
     async def RetireShard(
-        self, request: scheduler_pb2.RetireShardRequest, context: Any
-    ) -> scheduler_pb2.RetireShardResponse:
+        self, request: pb.RetireShardRequest, context: Any
+    ) -> pb.RetireShardResponse:
         """Retire a pool shard, or report the progress."""
         leader = await self._lead(context)
         shard = validation.check_id("pool_shard", request.pool_shard)
         ask = RetireShard(shard=shard, cancel=request.cancel)
-        answer: scheduler_pb2.RetireShardResponse = await leader.removals.ask(
-            ask, timeout_s=WRITE_S
-        )
+        answer: pb.RetireShardResponse = await leader.removals.ask(ask, timeout_s=WRITE_S)
         return answer
 
     async def DeclareShardLost(
-        self, request: scheduler_pb2.DeclareShardLostRequest, context: Any
-    ) -> scheduler_pb2.DeclareShardLostResponse:
+        self, request: pb.DeclareShardLostRequest, context: Any
+    ) -> pb.DeclareShardLostResponse:
         """Declare a pool shard lost; durable on return."""
         shard = validation.check_id("pool_shard", request.pool_shard)
         if self.leader is None and self.awaiting_term is not None:
             await self.awaiting_term.declare_lost(shard)
-            return scheduler_pb2.DeclareShardLostResponse()
+            return pb.DeclareShardLostResponse()
         leader = await self._lead(context)
-        answer: scheduler_pb2.DeclareShardLostResponse = await leader.removals.ask(
+        answer: pb.DeclareShardLostResponse = await leader.removals.ask(
             DeclareShardLost(shard=shard), timeout_s=LOSE_S
         )
         return answer
 
     async def GetSchedulerStatus(
-        self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Any
-    ) -> scheduler_pb2.GetSchedulerStatusResponse:
+        self, request: pb.GetSchedulerStatusRequest, context: Any
+    ) -> pb.GetSchedulerStatusResponse:
         """The state of the queue."""
         leader = await self._lead(context)
-        status: scheduler_pb2.GetSchedulerStatusResponse = await leader.queue.ask(
+        status: pb.GetSchedulerStatusResponse = await leader.queue.ask(
             GetStatus(with_tombstones=request.with_tombstones), timeout_s=ASK_S
         )
         status.retirements.extend(leader.members.progress.values())
         return status
 
-    async def GetQueue(
-        self, request: scheduler_pb2.GetQueueRequest, context: Any
-    ) -> scheduler_pb2.GetQueueResponse:
+    async def GetQueue(self, request: pb.GetQueueRequest, context: Any) -> pb.GetQueueResponse:
         """Positions of the queue."""
         leader = await self._lead(context)
         most = validation.MAX_DETAILED if request.details else validation.MAX_POSITIONS
@@ -335,19 +330,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             positions=validation.check_count("positions", request.positions, most=most),
             details=request.details,
         )
-        answer: scheduler_pb2.GetQueueResponse = await leader.queue.ask(ask, timeout_s=ASK_S)
+        answer: pb.GetQueueResponse = await leader.queue.ask(ask, timeout_s=ASK_S)
         return answer
 
     async def ListGroups(
-        self, request: scheduler_pb2.ListGroupsRequest, context: Any
-    ) -> AsyncIterator[scheduler_pb2.ListGroupsResponse]:
+        self, request: pb.ListGroupsRequest, context: Any
+    ) -> AsyncIterator[pb.ListGroupsResponse]:
         """Stream the groups of a tag."""
         leader = await self._lead(context)
         async for views in list_groups(
             leader.queue, leader.shards, request.tag, newest=request.newest
         ):
             for group in await with_summaries(leader.shards, views):
-                yield scheduler_pb2.ListGroupsResponse(group=fitting([group])[0])
+                yield pb.ListGroupsResponse(group=fitting([group])[0])
 
     async def _lead(self, context: Any) -> LeaderContext:
         """The current term; a standby aborts the call."""

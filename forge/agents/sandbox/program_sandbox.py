@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from asyncio.subprocess import PIPE, Process
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -115,7 +114,6 @@ class ProgramResult:
     """Standard output up to the limit, also of a failed program."""
     error: str
     """One line: the exception, or the limit that ended the program; "" for success."""
-    wall_s: float
 
 
 class Sandbox:
@@ -152,7 +150,6 @@ class Sandbox:
         return self._problem
 
     async def _run(self, program: str) -> ProgramResult:
-        started_s = time.monotonic()
         memory_bytes = self._limits.memory_bytes + WRAPPER_BYTES
         with CONTROL_GROUPS.group(memory_bytes=memory_bytes, processes=PROCESSES) as group:
             process = await self._start(group)
@@ -161,7 +158,7 @@ class Sandbox:
             finally:
                 kill_group(process)
                 await process.wait()
-        return ProgramResult(output=output, error=error, wall_s=time.monotonic() - started_s)
+        return ProgramResult(output=output, error=error)
 
     def _slot(self) -> asyncio.Semaphore:
         # A semaphore belongs to one event loop, but several loops may use a sandbox in succession.

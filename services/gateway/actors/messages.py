@@ -119,7 +119,6 @@ class SessionFacts:
     """The state of a session."""
 
     turns: int
-    sampled_tokens: int
     closed: bool
     malformed: tuple[int, ...]
     """Turns with a tool call that did not parse."""

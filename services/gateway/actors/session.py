@@ -283,7 +283,6 @@ class SessionActor(Actor):
     def _facts(self, conversation: Conversation) -> SessionFacts:
         return SessionFacts(
             turns=conversation.turns,
-            sampled_tokens=conversation.sampled_tokens,
             closed=self._sealed,
             malformed=tuple(conversation.parse_errors),
             closing_agent_s=self._agent_time.closing_s,

@@ -67,7 +67,6 @@ class Conversation:
     """The answer's node per turn; None for turns over token ids."""
     marks: list[Marked] = field(default_factory=list)
     """Marks of the latest requests, oldest first."""
-    sampled_tokens: int = 0
     size_bytes: int = SESSION_BYTES
     """Approximate memory."""
     parse_errors: dict[int, str] = field(default_factory=dict)
@@ -233,7 +232,6 @@ class Conversation:
         self, shared: SharedPrefix, prompt_tail: bytes, sampled_ids: bytes, parse_error: str
     ) -> int:
         turn = self.prefixes.append(shared, prompt_tail, sampled_ids)
-        self.sampled_tokens += len(sampled_ids) // TOKEN_BYTES
         if parse_error:
             self.parse_errors[turn] = parse_error
         return turn

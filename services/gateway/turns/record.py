@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from forge.core.errors import DeadlineExceeded
 from services.gateway.actors.messages import BeginCall, BeginOther, DraftPrompt, EndCall, EndOther
@@ -51,8 +50,8 @@ def _observed(ending: asyncio.Future[int]) -> None:
         ending.exception()
 
 
-class TurnRecord(Protocol):
-    """Record of the turns of one model."""
+class TurnRecord:
+    """Record of the turns of the policy; of another model by a subclass."""
 
     async def begin(
         self,
@@ -63,41 +62,14 @@ class TurnRecord(Protocol):
         call_id: str,
         abort: Callable[[], None],
     ) -> Prompt:
-        """Begins a call; returns its prompt. Raises `ContextTooLong`, `SessionClosed`."""
-
-    async def draft(self, session: Session, request: TurnRequest, *, opening: str) -> Prompt:
-        """Returns the prompt of a request; no call begins."""
-
-    def end(
-        self,
-        request: TurnRequest,
-        *,
-        call_id: str,
-        prompt: Prompt | None,
-        sampled: SampledAnswer | None,
-    ) -> EndCall | EndOther:
-        """Returns the message that ends a call."""
-
-
-class PolicyRecord:
-    """The turns of the policy."""
-
-    async def begin(
-        self,
-        session: Session,
-        request: TurnRequest,
-        *,
-        opening: str,
-        call_id: str,
-        abort: Callable[[], None],
-    ) -> Prompt:
-        """Begins a call in the session's contexts; returns its prompt."""
+        """Begins a call in the session's contexts; returns its prompt. Raises `ContextTooLong`,
+        `SessionClosed`."""
         begin = BeginCall(call_id=call_id, abort=abort, request=request, opening=opening)
         prompt: Prompt = await session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
         return prompt
 
     async def draft(self, session: Session, request: TurnRequest, *, opening: str) -> Prompt:
-        """Returns the prompt of a request in the session's contexts."""
+        """Returns the prompt of a request in the session's contexts; no call begins."""
         ask = DraftPrompt(request=request, opening=opening)
         prompt: Prompt = await session.actor.ask(ask, timeout_s=ASK_TIMEOUT_S)
         return prompt
@@ -109,13 +81,13 @@ class PolicyRecord:
         call_id: str,
         prompt: Prompt | None,
         sampled: SampledAnswer | None,
-    ) -> EndCall:
-        """Returns the message that ends a call of the policy."""
+    ) -> EndCall | EndOther:
+        """Returns the message that ends a call."""
         return EndCall(call_id=call_id, request=request, prompt=prompt, sampled=sampled)
 
 
-class OtherRecord:
-    """The turns of another model."""
+class OtherRecord(TurnRecord):
+    """Record of the turns of another model."""
 
     def __init__(self, other: OtherModel, threads: EncodeThreads) -> None:
         self._other = other

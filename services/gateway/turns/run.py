@@ -31,7 +31,7 @@ from services.gateway.sessions import Session, Sessions
 from services.gateway.structured_output.forced_opening import opening_of
 from services.gateway.structured_output.turn_grammar import check, turn_grammar
 from services.gateway.turns.answer_parser import AnswerParser, turn_parser
-from services.gateway.turns.record import PolicyRecord, TurnRecord, record_end
+from services.gateway.turns.record import TurnRecord, record_end
 from services.gateway.turns.sampling_policy import with_policy
 from services.gateway.turns.turn_span import with_span
 from services.gateway.turns.types import Piece, Turn
@@ -64,7 +64,7 @@ class Turns:
         for the experts of each token."""
         self.model = model
         self.other = other
-        self._record = record or PolicyRecord()
+        self._record = record or TurnRecord()
         self._bounds = bounds
         self._record_experts = record_experts and other is None
         self._sessions = sessions

@@ -52,7 +52,6 @@ class BatchSamples:
     """Completion time of each trajectory that has one, by domain."""
     baselines_s: Mapping[str, float] = field(default_factory=dict)
     """Completion time of speed 1/2, by domain, where known."""
-    sampled_tokens: int
     groups: int
     trajectories: int
     flat_groups: int
@@ -200,7 +199,6 @@ def _batch(
         lengths=columns.lengths,
         completions_s=columns.completions_s,
         baselines_s=baselines_s,
-        sampled_tokens=sum(one.sampled_tokens for one in everyone),
         groups=len(groups),
         trajectories=len(everyone),
         flat_groups=flat_groups,

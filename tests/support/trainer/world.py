@@ -142,7 +142,7 @@ class FakeSource:
         self._world.do("take")
         idle = asyncio.create_task(asyncio.sleep(0))
         samples = BatchSamples(
-            samples=(), outcomes={"code": [1.0]}, sampled_tokens=3, groups=1, trajectories=1,
+            samples=(), outcomes={"code": [1.0]}, groups=1, trajectories=1,
             flat_groups=0, excluded=0,
         )  # fmt: skip
         return PreparedBatch(

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from forge.core.errors import ForgeError, ResourceExhausted, Unavailable
+from forge.core.errors import ResourceExhausted, Unavailable
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Piece, Prompt
 from services.inference.engines.embedded.arrivals import Arrivals
@@ -29,7 +29,6 @@ from services.inference.engines.embedded.decode_step import DecodeStep, Outcome
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.memory_shortage import attempt, keep_if_room
 from services.inference.engines.embedded.messages import Abort, Join, Reserve, Swap
-from services.inference.engines.embedded.model.probe import adopt
 from services.inference.engines.embedded.outbox import Outbox, sent_back
 from services.inference.engines.embedded.sequences import Arrived, DecodeSequence, Reservation
 from services.inference.engines.embedded.split_step import SplitStep
@@ -91,18 +90,10 @@ class DecodeActor(ThreadActor):
             case Abort(request_id=request_id):
                 self._abort(request_id)
             case Swap():
-                self.loop.call_soon_threadsafe(message.deliver, self._swap(message))
-        return None
-
-    def _swap(self, swap: Swap) -> ForgeError | None:
-        try:
-            adopt(self._policy, swap.weights, swap.probe)
-        except ForgeError as error:
-            return error
-        self._cache.clear()
-        if self._stored is not None:
-            self._stored.serve(swap.kv_identity)
-        self.after_swap()
+                refusal = message.serve(self._policy, self._cache, self._stored)
+                if refusal is None:
+                    self.after_swap()
+                self.loop.call_soon_threadsafe(message.deliver, refusal)
         return None
 
     @torch.inference_mode()

@@ -10,8 +10,10 @@ import torch
 
 from forge.core.errors import ForgeError
 from services.inference.engines.base import KvSpan, Piece, Prefilled, Probe, Prompt, Tokens
-from services.inference.engines.embedded.model.policy import StagedWeights
-from services.inference.engines.embedded.stored_kv import StoredPrefix
+from services.inference.engines.embedded.kv.prefix_cache import KvCache
+from services.inference.engines.embedded.model.policy import Policy, StagedWeights
+from services.inference.engines.embedded.model.probe import adopt
+from services.inference.engines.embedded.stored_kv import StoredKv, StoredPrefix
 from services.inference.engines.grammar_masks import Matcher
 
 Deliver = Callable[[Piece | ForgeError], None]
@@ -76,6 +78,17 @@ class Swap:
     probe: Probe | None = None
     kv_identity: bytes = b""
     """Name of the model with these weights in a KV store; empty without a store."""
+
+    def serve(self, policy: Policy, cache: KvCache, stored: StoredKv | None) -> ForgeError | None:
+        """Serve the weights; their prefixes are computed anew. Returns why they are refused."""
+        try:
+            adopt(policy, self.weights, self.probe)
+        except ForgeError as error:
+            return error
+        cache.clear()
+        if stored is not None:
+            stored.serve(self.kv_identity)
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

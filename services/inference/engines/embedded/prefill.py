@@ -33,7 +33,6 @@ from services.inference.engines.embedded.messages import (
     Swap,
 )
 from services.inference.engines.embedded.model.policy import Policy
-from services.inference.engines.embedded.model.probe import adopt
 from services.inference.engines.embedded.prefill_pass import PrefillPass
 from services.inference.engines.embedded.prefill_schedule import (
     Reading,
@@ -170,23 +169,13 @@ class PrefillActor(ThreadActor):
             swap, *rest = self._later
             assert isinstance(swap, Swap)
             self._later = []
-            refusal = self._swap(swap)
+            refusal = swap.serve(self._policy, self._cache, self._stored)
+            if refusal is None and self._layers is not None:
+                self._layers.after_swap()
+            if refusal is None and self.after_swap is not None:
+                self.after_swap()
             self.loop.call_soon_threadsafe(swap.deliver, refusal)
             self._take_all(rest)
-
-    def _swap(self, swap: Swap) -> ForgeError | None:
-        try:
-            adopt(self._policy, swap.weights, swap.probe)
-        except ForgeError as error:
-            return error
-        self._cache.clear()
-        if self._layers is not None:
-            self._layers.after_swap()
-        if self._stored is not None:
-            self._stored.serve(swap.kv_identity)
-        if self.after_swap is not None:
-            self.after_swap()
-        return None
 
     def _join(self, read: Read, joining_tokens: int) -> None:
         if self._policy.version == 0:

@@ -112,7 +112,7 @@ def test_new_run_starts_with_the_draft_heads_beside_its_model(
 def test_draft_head_loss_and_acceptance_are_reported(model_path: Path, tmp_path: Path) -> None:
     """In the step's metrics, by head, also for the sinks."""
     batch = BatchSamples(
-        samples=(), outcomes={"code": [1.0]}, sampled_tokens=3, groups=1, trajectories=1,
+        samples=(), outcomes={"code": [1.0]}, groups=1, trajectories=1,
         flat_groups=0, excluded=0,
     )  # fmt: skip
     result = take_step(learner(model_path, tmp_path))

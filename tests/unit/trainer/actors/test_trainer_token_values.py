@@ -40,7 +40,6 @@ def batch() -> BatchSamples:
         sizes=(SampleSize(0, 0, 3), SampleSize(1, 0, 1)),
         turns=(TurnPlace("t:0:0", 0), TurnPlace("t:0:0", 1)),
         outcomes={},
-        sampled_tokens=4,
         groups=1,
         trajectories=1,
         flat_groups=0,

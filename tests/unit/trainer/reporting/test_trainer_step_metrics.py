@@ -29,7 +29,6 @@ BATCH = BatchSamples(
     lengths={"code": [2, 1, 6], "qa": [2], "flat": [3, 4]},
     completions_s={"code": [1.0, 9.0, 2.5]},
     baselines_s={"code": 4.0},
-    sampled_tokens=18,
     groups=3,
     trajectories=6,
     flat_groups=1,

@@ -66,7 +66,7 @@ def test_turn_with_a_cut_without_its_share_is_left_out(allowed: list[float]) -> 
     neither the trajectory nor its rewards."""
     batch = built(allowed, top_p=0.5, top_k=0)
     assert batch.samples == () and dict(batch.cuts) == {"share_missing": 2}
-    assert (batch.excluded, batch.trajectories, batch.sampled_tokens) == (0, 2, 4)
+    assert (batch.excluded, batch.trajectories) == (0, 2)
 
 
 def test_turn_without_a_cut_is_unchanged() -> None:

@@ -121,7 +121,6 @@ def test_groups_do_not_share_a_baseline() -> None:
     assert batch.lengths == {"code": [1, 1, 1], "qa": [1]}
     assert [one.domain for one in batch.samples] == ["code", "code", "code", "qa"]
     assert batch.mean_outcome == 0.75
-    assert batch.sampled_tokens == 4
 
 
 def test_flat_groups_can_be_left_out_of_the_loss() -> None:
