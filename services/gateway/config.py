@@ -91,6 +91,9 @@ class ConnectionSettings:
     """Longest time to receive a request header, also the first one of a connection."""
     body_timeout_s: Annotated[float, Meta(ge=0.1)] = 120.0
     """Longest time to receive a request body; then 408."""
+    write_timeout_s: Annotated[float, Meta(ge=0.1)] = 600.0
+    """Longest time in which a client takes no byte of an answer that waits for it; then its
+    connection ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

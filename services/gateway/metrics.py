@@ -12,7 +12,8 @@ REQUESTS = counter(
 REFUSED = counter(
     "forge_gateway_refused_total",
     "Refusals by limit: calls, session_calls, tenant_calls, tenant_rate, tenant_size, bodies, "
-    "session_bodies, connections, address_connections, header_timeout, body_timeout.",
+    "session_bodies, connections, address_connections, header_timeout, body_timeout, "
+    "write_timeout.",
     ["limit"],
 )
 TURNS = counter("forge_gateway_turns_total", "Turns recorded, by finish reason.", ["finish"])

@@ -1,7 +1,8 @@
-"""HTTP connections: their number, and the deadline of a request header.
+"""HTTP connections: their number, the deadline of a request header, and that of a client that does
+not read its answer.
 
-Owns both limits; aiohttp has neither. Not here: the deadline of a body (`Edge.read_body`) and of an
-idle connection (aiohttp's keepalive timeout).
+Owns these limits; aiohttp has none of them. Not here: the deadline of a body (`Edge.read_body`) and
+of an idle connection (aiohttp's keepalive timeout).
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class Connections:
 
 class Connection(web.RequestHandler):
     """One connection. A header has to be complete within the deadline after the connection opens,
-    and after the first byte of each later request."""
+    and after the first byte of each later request. A client has to take bytes of an answer that is
+    larger than the buffers."""
 
-    __slots__ = ("_address", "_connections", "_deadline", "_in_request")
+    __slots__ = ("_address", "_connections", "_deadline", "_in_request", "_stall", "_unsent_bytes")
 
     def __init__(
         self, server: web.Server, connections: Connections, loop: asyncio.AbstractEventLoop
@@ -78,6 +80,9 @@ class Connection(web.RequestHandler):
         """None unless the connection is admitted."""
         self._deadline: asyncio.TimerHandle | None = None
         self._in_request = False
+        self._stall: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        """In the buffer of the transport, at the last look."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begins the first header, or refuses the connection."""
@@ -99,9 +104,20 @@ class Connection(web.RequestHandler):
         if not self._in_request and self._deadline is None:
             self._start_deadline()
 
+    def pause_writing(self) -> None:
+        """The buffer is full: its request waits until the client reads."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._stop_stall()
+        super().resume_writing()
+
     def connection_lost(self, exc: BaseException | None) -> None:
         """Ends the count."""
         self._stop_deadline()
+        self._stop_stall()
         if self._address is not None:
             self._connections.remove(self._address)
             self._address = None
@@ -147,3 +163,27 @@ class Connection(web.RequestHandler):
     def _close_late(self) -> None:
         REFUSED.labels("header_timeout").inc()
         self.force_close()
+
+    def _await_reader(self) -> None:
+        self._unsent_bytes = self._transport_of_answer().get_write_buffer_size()
+        timeout_s = self._connections.settings.write_timeout_s
+        self._stall = asyncio.get_running_loop().call_later(timeout_s, self._abort_stalled)
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _abort_stalled(self) -> None:
+        transport = self._transport_of_answer()
+        # Nothing is added while writing is paused, so any progress makes it smaller.
+        if transport.get_write_buffer_size() < self._unsent_bytes:
+            self._await_reader()
+            return
+        REFUSED.labels("write_timeout").inc()
+        # Its request ends like that of a client that has closed the connection.
+        transport.abort()
+
+    def _transport_of_answer(self) -> asyncio.Transport:
+        # uvloop's transports are no subclasses of asyncio's.
+        return cast(asyncio.Transport, self.transport)

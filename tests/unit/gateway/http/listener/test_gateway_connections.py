@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
+from aiohttp import web
 from prometheus_client import REGISTRY
 
 from services.gateway.config import ConnectionSettings, TenantSettings
+from services.gateway.http.listener.connections import Connection, Connections
 from services.gateway.turns.types import Piece, Turn
 from tests.support.gateway.limits import EdgeLimits, edge_limits
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
@@ -117,6 +121,63 @@ async def test_late_body_gets_408(path: str, kind: bytes) -> None:
         writer.close()
     assert answer.startswith(b"HTTP/1.1 408 ") and kind in answer
     assert refused("body_timeout") - before == 1
+
+
+class EndedTurns(ScriptedTurns):
+    """Says when its answer ends, complete or not. The answer does not fit into any buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = ["x" * 65_536] * 512
+        self.ended = asyncio.Event()
+
+    async def run_turn(self, session: Any, request: Any) -> AsyncGenerator[Piece | Turn]:
+        try:
+            async for event in super().run_turn(session, request):
+                yield event
+        finally:
+            self.ended.set()
+
+
+async def streaming(url: str) -> Socket:
+    """Begins a streamed answer and reads nothing."""
+    body = json.dumps(BODY).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nx-api-key: k\r\n"
+    return await connect(url, head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+
+
+async def test_client_that_never_reads_loses_its_connection() -> None:
+    """The call ends as if the client had closed, so its slot is free; another call is not
+    affected."""
+    before, turns = refused("write_timeout"), EndedTurns()
+    async with served(turns, connections=ConnectionSettings(write_timeout_s=1.0)) as url:
+        _, writer = await streaming(url)
+        assert (await answered(url, b"GET /healthz HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.0 200")
+        async with asyncio.timeout(TIMEOUT_S):
+            await turns.ended.wait()
+        await until(lambda: not gauge("forge_gateway_connections"))
+        writer.close()
+    assert refused("write_timeout") - before == 1
+
+
+async def unused(request: web.BaseRequest) -> web.StreamResponse:
+    raise NotImplementedError
+
+
+async def test_slow_client_keeps_its_connection() -> None:
+    """It has taken some bytes at each deadline; one deadline without any ends the connection."""
+    before, waiting = refused("write_timeout"), iter([900, 800, 800, 700, 700, 700])
+    server, connections = web.Server(unused), Connections(ConnectionSettings())
+    connection = Connection(server, connections, asyncio.get_running_loop())
+    transport = Mock(get_write_buffer_size=lambda: next(waiting))
+    connection.transport = transport
+    connection.pause_writing()
+    for aborted in (False, False, True):
+        assert connection._stall is not None
+        connection._abort_stalled()
+        assert transport.abort.called is aborted
+    connection.connection_lost(None)
+    assert refused("write_timeout") - before == 1
 
 
 async def test_2200_half_sent_requests_are_closed() -> None:
