@@ -160,7 +160,7 @@ class Arrow:
             from pyarrow import parquet
         except ImportError:
             raise NotFound(
-                "Parquet needs pyarrow: install it with `pip install forge-rl[export]`, or "
+                "Parquet needs pyarrow: install it with `pip install 'forge-rl[export]'`, or "
                 "export to .jsonl"
             ) from None
         self.pa = pyarrow
