@@ -134,4 +134,4 @@ async def _sandbox(plan: StackPlan, preset: Preset) -> list[ForgeError]:
         await probe
     if not problem:
         return []
-    return [FailedPrecondition(problem.replace("unsafe", "--set runner.unsafe"))]
+    return [FailedPrecondition(problem.replace("set unsafe", "pass --set runner.unsafe"))]

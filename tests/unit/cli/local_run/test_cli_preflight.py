@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
+from forge.agents.sandbox.program_sandbox import REMEDY
 from forge.cli.local_run import preflight as checks
 from forge.cli.local_run import training_run
 from forge.cli.local_run.run_options import RunOptions
@@ -166,3 +168,20 @@ async def test_directory_in_use_is_refused_first(tmp_path: Path) -> None:
     options = RunOptions(root=tmp_path, run_dir=directory.path, etcd=NOTHING_ANSWERS)
     with directory.locked(), pytest.raises(FailedPrecondition, match="in use by another forge"):
         await check_run(options, RunDirectory(directory.path))
+
+
+async def test_run_without_a_sandbox_names_the_option_that_permits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is typed; the setting has another name in the runner's file."""
+
+    async def nothing(*_: Any) -> list[ForgeError]:
+        return []
+
+    async def problem() -> str:
+        return f"no sandbox for programs of models: there is no bwrap; {REMEDY}"
+
+    monkeypatch.setattr(checks, "check_members", nothing)
+    monkeypatch.setattr(checks, "SANDBOX", Mock(problem=problem))
+    with pytest.raises(FailedPrecondition, match=r"or pass --set runner\.unsafe_sandbox=true$"):
+        await check_run(RunOptions(root=tmp_path), RunDirectory(tmp_path / "run"))
