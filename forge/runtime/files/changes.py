@@ -27,7 +27,12 @@ class FileChanges:
 
 def _state(path: Path) -> tuple[int, ...]:
     try:
-        status = path.stat()
+        return file_state(path)
     except OSError:
         return ()
+
+
+def file_state(path: Path) -> tuple[int, ...]:
+    """Return what tells a file from its replacement, also one of the same time. Raises OSError."""
+    status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode

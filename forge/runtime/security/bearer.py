@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from forge.core.errors import ConfigError, Unauthenticated
+from forge.runtime.files.changes import file_state
 from forge.runtime.files.private import replace_private_file
 from forge.runtime.security.tokens import Claims, unverified_claims
 
@@ -21,7 +22,7 @@ class Bearer:
         self._text = text.strip()
         self._file = file
         self._state_file = state_file or file
-        self._modified_ns = 0
+        self._state: tuple[int, ...] = ()
         self._renewed = _read(state_file) if state_file else ""
         self.token()
 
@@ -29,10 +30,10 @@ class Bearer:
         """Return the token; a replaced file is read again. Raises ConfigError."""
         if self._file:
             try:
-                modified_ns = Path(self._file).stat().st_mtime_ns
-                if modified_ns != self._modified_ns:
+                state = file_state(Path(self._file))
+                if state != self._state:
                     self._text = Path(self._file).read_text().strip()
-                    self._modified_ns = modified_ns
+                    self._state = state
             except OSError as error:
                 if not self._text:
                     raise ConfigError(f"token_file = {self._file!r}: {error.strerror}") from None

@@ -297,7 +297,8 @@ def test_short_token_of_a_person_expires_in_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_replaced_token_file_is_read_again(tmp_path: Path) -> None:
-    """A runner gets its next token without a restart; an unreadable file keeps the last one."""
+    """A runner gets its next token without a restart, also one of the same time, as a coarse clock
+    or `cp -p` gives it; an unreadable file keeps the last one."""
     file = tmp_path / "token"
     with pytest.raises(ConfigError, match="No such file"):
         Bearer(file=str(file))
@@ -307,7 +308,12 @@ def test_replaced_token_file_is_read_again(tmp_path: Path) -> None:
     file.write_text("v1.second.mac\n")
     os.utime(file, ns=(1, 1))
     assert bearer.token() == "v1.second.mac"
+    next_file = tmp_path / "next"
+    next_file.write_text("v1.thirds.mac\n")
+    os.utime(next_file, ns=(1, 1))
+    next_file.replace(file)
+    assert bearer.token() == "v1.thirds.mac"
     file.unlink()
-    assert bearer.token() == "v1.second.mac"
+    assert bearer.token() == "v1.thirds.mac"
     with pytest.raises(ConfigError, match="`forge token issue`"):
         Bearer(text="garbage")
