@@ -361,8 +361,8 @@ class EarlyDecodeEngine(DecodeEngine, Protocol):
 class BothEngine(PrefillEngine, DecodeEngine, Protocol):
     """Contract of the role both: reads prompts and samples, with one prefix cache.
 
-    `decode` gets `fetch_kv` of this engine for a prompt that it has read itself, or `local_kv` if
-    the engine has it, and that of a prefill worker for others.
+    For a prompt that this engine has read, `decode` gets its `local_kv`, or its `fetch_kv` if it
+    has no `local_kv`; for another prompt it gets the `fetch_kv` of a prefill worker.
     """
 
 
