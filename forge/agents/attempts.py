@@ -22,6 +22,7 @@ from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring.scoring import Scorer
 from forge.client.sessions.session import AgentSession
+from forge.core.enum_words import enum_name
 from forge.core.errors import (
     ConfigError,
     ForgeError,
@@ -101,7 +102,7 @@ class Attempts:
         with as_current(span_of_rollout("rollout", lease.trajectory_id, facts)) as span:
             result = await self._run(lease)
             if result.error:
-                span.set({"error.type": pb.FailureKind.Name(result.kind)})
+                span.set({"error.type": enum_name(pb.FailureKind, result.kind)})
             return result
 
     async def _run(self, lease: pb.RolloutLease) -> RolloutResult:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from forge.agents.lease_renewal import LeaseRenewal, Renew
 from forge.agents.rollout import RolloutResult
+from forge.core.enum_words import enum_word
 from forge.core.errors import ForgeError, PermissionDenied, Unauthenticated
 from forge.runtime.process.drain import DRAINING
 from forge.runtime.telemetry import counter, gauge, histogram, log
@@ -198,7 +199,7 @@ class Runner:
                 trajectory_id=lease.trajectory_id,
                 error=result.error,
                 permanent=result.permanent,
-                kind=pb.FailureKind.Name(result.kind).removeprefix("FAILURE_KIND_").lower(),
+                kind=enum_word(pb.FailureKind, result.kind),
             )
         # A rollout with a lost lease is not reported.
         if lease.lease_id in self._leased:

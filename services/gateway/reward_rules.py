@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.core.credit.rewards import check_name, check_value
+from forge.core.enum_words import enum_word
 from forge.core.errors import InvalidArgument, PermissionDenied
 from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
@@ -78,7 +79,7 @@ def _of_agent(claims: Claims, reward: common_pb2.RewardEvent) -> common_pb2.Rewa
             "rollout does; agent_rewards = true in the task lets the agent report on itself"
         )
     if reward.kind not in _OWN_KINDS:
-        kind = common_pb2.RewardKind.Name(reward.kind).removeprefix("REWARD_KIND_").lower()
+        kind = enum_word(common_pb2.RewardKind, reward.kind)
         raise PermissionDenied(
             f"reward {reward.name!r} has kind {kind}: agent_rewards = true allows a session token "
             "the kinds agent and process, stored as agent"

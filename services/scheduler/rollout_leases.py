@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from forge.core.enum_words import enum_word
 from forge.core.tasks.template_kwargs import kwargs_json, merged
 from forge.runtime.security.tokens import Claims, Keyring, new_token_id
 from forge.v1 import common_pb2, scheduler_pb2
@@ -58,9 +59,9 @@ def rollout_lease(
 
 def sampling_policy(task: common_pb2.Task, by_domain: Mapping[str, str]) -> str:
     """Return the policy of a task: its own, its domain's in training, or the default."""
-    if task.sampling:
-        name: str = common_pb2.SamplingPolicy.Name(task.sampling)
-        return name.removeprefix("SAMPLING_POLICY_").lower()
+    # A scheduler of a later release may have stored a policy that is not known here.
+    if task.sampling and task.sampling in common_pb2.SamplingPolicy.values():
+        return enum_word(common_pb2.SamplingPolicy, task.sampling)
     if task.purpose == common_pb2.PURPOSE_EVAL:
         return "agent"
     return by_domain.get(task.domain, "override")

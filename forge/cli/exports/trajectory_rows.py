@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forge.cli.exports.files import Arrow
+from forge.core.enum_words import enum_word
 from forge.core.token_columns import float32_array, int32_array
 from forge.v1 import common_pb2
 
@@ -90,13 +91,13 @@ def _turn_column(arrow: Arrow, turns: Sequence[common_pb2.Turn]) -> Any:
 
 def _row(trajectory: common_pb2.Trajectory) -> dict[str, Any]:
     row = {name: getattr(trajectory, name) for name in ("trajectory_id", "task_id", "domain")}
-    row["state"] = _word(common_pb2.TrajectoryState, trajectory.state, "TRAJECTORY_STATE_")
+    row["state"] = enum_word(common_pb2.TrajectoryState, trajectory.state)
     return row | {"reason": trajectory.reason, "closed_unix_s": trajectory.sealed_unix_s}
 
 
 def _reward(reward: common_pb2.RewardEvent) -> dict[str, Any]:
     row = {name: getattr(reward, name) for name in (*_REWARD_STRINGS, "value", "turn_index")}
-    row["kind"] = _word(common_pb2.RewardKind, reward.kind, "REWARD_KIND_")
+    row["kind"] = enum_word(common_pb2.RewardKind, reward.kind)
     return row
 
 
@@ -104,13 +105,8 @@ def _scalars(turn: common_pb2.Turn) -> dict[str, Any]:
     row = {name: getattr(turn, name) for name in (*_INTS, *_TEXTS)}
     row["other_model"] = turn.other_model.name
     row |= {name: getattr(turn.timings if name in _TIMINGS else turn, name) for name in _FLOATS}
-    row["finish_reason"] = _word(common_pb2.FinishReason, turn.finish_reason, "FINISH_REASON_")
+    row["finish_reason"] = enum_word(common_pb2.FinishReason, turn.finish_reason)
     return row | {name: None for name in ("top_p", "top_k") if not turn.HasField(name)}
-
-
-def _word(enum: Any, number: int, prefix: str) -> str:
-    name: str = enum.Name(number)
-    return name.removeprefix(prefix).lower()
 
 
 def _columns(turn: common_pb2.Turn) -> dict[str, bytes]:

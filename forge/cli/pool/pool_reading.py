@@ -33,6 +33,7 @@ from forge.cli.pool.trajectory_view import TrajectoryView
 from forge.client.stored.pool import PoolReader
 from forge.client.stored.rollout_tables import known_tables
 from forge.client.stored.token_values import TokenValuesReader
+from forge.core.enum_words import enum_word
 from forge.core.errors import NotFound
 from forge.v1 import common_pb2, pool_pb2
 
@@ -251,8 +252,8 @@ def _counts(stats: pool_pb2.GetPoolStatsResponse) -> Table:
         title=f"Shard {stats.pool_shard}",
     )
     for groups in stats.group_counts:
-        purpose = _name(common_pb2.Purpose.Name(groups.purpose), "PURPOSE_")
-        state = _name(common_pb2.GroupState.Name(groups.state), "GROUP_STATE_")
+        purpose = enum_word(common_pb2.Purpose, groups.purpose)
+        state = enum_word(common_pb2.GroupState, groups.state)
         table.add_row(groups.domain, f"{purpose} groups", state, str(groups.groups), "", "", "")
     for one in stats.trajectory_counts:
         table.add_row(
@@ -305,11 +306,7 @@ def _cells(summary: common_pb2.TrajectorySummary) -> tuple[str, ...]:
 
 
 def _state(state: common_pb2.TrajectoryState.ValueType) -> str:
-    return _name(common_pb2.TrajectoryState.Name(state), "TRAJECTORY_STATE_")
-
-
-def _name(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower()
+    return enum_word(common_pb2.TrajectoryState, state)
 
 
 def _time(unix_s: float) -> str:

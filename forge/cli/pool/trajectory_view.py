@@ -13,6 +13,7 @@ from rich.tree import Tree
 from forge.cli.pool.token_value_rows import Values, summary_of
 from forge.client.reward_events import REWARD_KINDS
 from forge.client.stored.trajectory_tree import TrajectoryTree, sampled_tokens
+from forge.core.enum_words import enum_word
 from forge.core.token_columns import TOKEN_BYTES, int32_array
 from forge.core.trajectory import NO_PARENT
 from forge.v1 import common_pb2 as pb
@@ -57,7 +58,7 @@ class TrajectoryView:
 
     def _heading(self) -> str:
         one = self._trajectory
-        state = pb.TrajectoryState.Name(one.state).removeprefix("TRAJECTORY_STATE_").lower()
+        state = enum_word(pb.TrajectoryState, one.state)
         sampled = sum(map(sampled_tokens, self._turns))
         parts = [
             f"[bold]{escape(one.trajectory_id)}[/bold]",
@@ -81,7 +82,7 @@ class TrajectoryView:
 
     def _line(self, index: int) -> str:
         turn = self._turns[index]
-        finish = pb.FinishReason.Name(turn.finish_reason).removeprefix("FINISH_REASON_").lower()
+        finish = enum_word(pb.FinishReason, turn.finish_reason)
         parts = [f"[bold]turn {index}[/bold]", *self._tokens(index), finish]
         if turn.HasField("other_model"):
             parts.append("[yellow]not trained[/yellow]")

@@ -14,6 +14,7 @@ from forge.cli.connection import Connection
 from forge.cli.options import duration_s, with_options
 from forge.cli.queue.submission import Submission
 from forge.cli.trouble import queue_lines, troubles
+from forge.core.enum_words import enum_word
 
 if TYPE_CHECKING:
     from forge.v1 import scheduler_pb2
@@ -186,7 +187,7 @@ def line_of(status: scheduler_pb2.GetSchedulerStatusResponse) -> str:
     """Returns the state of the queue in one line."""
     from forge.v1 import scheduler_pb2
 
-    activity = scheduler_pb2.Activity.Name(status.activity).removeprefix("ACTIVITY_").lower()
+    activity = enum_word(scheduler_pb2.Activity, status.activity)
     complete = status.complete_in_window + status.complete_outside_window
     return (
         f"{activity}; {status.mode}: H {status.head}, W {status.window or 'all'}, "

@@ -15,6 +15,7 @@ from forge.cli.local_run.display import evaluation_line, step_line
 from forge.cli.queue.command import line_of
 from forge.cli.status.system_state import SystemState, read_state
 from forge.cli.trouble import queue_lines
+from forge.core.enum_words import enum_word
 from forge.core.errors import ForgeError
 from forge.runtime.weights import ERROR_KEY
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
@@ -126,7 +127,7 @@ def _inference_lines(status: inference_pb2.GetInferenceStatusResponse) -> Iterat
 
 
 def _trainer_lines(status: trainer_pb2.GetTrainerStatusResponse) -> Iterator[str]:
-    phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
+    phase = enum_word(trainer_pb2.TrainerPhase, status.phase)
     limit = f" of {status.max_steps}" if status.max_steps else ""
     yield (
         f"steps trained: {status.step}{limit}, {phase}; weights v{status.weight_version}, "

@@ -24,6 +24,7 @@ from forge.cli.connection import Connection
 from forge.cli.local_run.display import sparkline
 from forge.cli.queue.command import line_of
 from forge.cli.status.system_state import Service, SystemState, read_state
+from forge.core.enum_words import enum_word
 from forge.core.errors import ForgeError
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
@@ -110,7 +111,7 @@ class TopView:
 
 
 def _training(status: trainer_pb2.GetTrainerStatusResponse) -> Iterator[str]:
-    phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
+    phase = enum_word(trainer_pb2.TrainerPhase, status.phase)
     limit = f"/{status.max_steps}" if status.max_steps else ""
     yield f"trainer  step {status.step}{limit}, {phase}, weights v{status.weight_version}"
     if status.HasField("latest"):

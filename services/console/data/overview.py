@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from forge.cli.trouble import troubles
 from forge.client.operator import DomainResult, Operator, domain_results
+from forge.core.enum_words import enum_word
 from forge.core.errors import ForgeError
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
 
@@ -93,7 +94,7 @@ def scheduler_row(status: scheduler_pb2.GetSchedulerStatusResponse) -> dict[str,
         *("accepted", "trained", "tombstoned", "pending", "eval_pending", "retries", "faults"),
         *("skipped", "surplus", "untrained_s", "taking_over"),
     )
-    activity = scheduler_pb2.Activity.Name(status.activity).removeprefix("ACTIVITY_").lower()
+    activity = enum_word(scheduler_pb2.Activity, status.activity)
     return {name: getattr(status, name) for name in names} | {
         "activity": activity,
         "problems": list(troubles(status).values()),
@@ -130,7 +131,7 @@ def inference_row(status: inference_pb2.GetInferenceStatusResponse) -> dict[str,
 
 def trainer_row(status: trainer_pb2.GetTrainerStatusResponse) -> dict[str, Any]:
     """The progress of training, with every held-out point."""
-    phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
+    phase = enum_word(trainer_pb2.TrainerPhase, status.phase)
     # A trainer of an earlier release has the last one only.
     evaluations = list(status.evaluations) or [
         status.latest_evaluation for _ in range(status.HasField("latest_evaluation"))

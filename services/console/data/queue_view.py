@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forge.client.operator import Operator
+from forge.core.enum_words import enum_word
 from forge.core.errors import NotFound
 from forge.v1 import scheduler_pb2
 
@@ -59,7 +60,7 @@ def group_row(group: scheduler_pb2.QueuedGroup) -> dict[str, Any]:
         *("queue_index", "task_id", "domain", "scaffold", "pool_shard", "group_size", "sealed"),
         *("leased", "waiting", "failures", "batch_id", "step", "reason"),
     )
-    phase = scheduler_pb2.QueuePhase.Name(group.phase).removeprefix("QUEUE_PHASE_").lower()
+    phase = enum_word(scheduler_pb2.QueuePhase, group.phase)
     return {name: getattr(group, name) for name in names} | {
         "phase": phase,
         "trajectories": list(group.sealed_trajectory_ids),

@@ -11,6 +11,7 @@ from typing import Any
 from forge.client.operator import Operator
 from forge.client.reward_events import reward_sum
 from forge.client.stored.pool import PoolReader
+from forge.core.enum_words import enum_word
 from forge.core.tasks.dataset_cursor import any_place_of
 from forge.v1 import common_pb2 as pb
 from forge.v1 import pool_pb2, scheduler_pb2
@@ -74,13 +75,13 @@ def domain_rows(
     totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for shard in stats:
         for count in shard.group_counts:
-            state = pb.GroupState.Name(count.state).removeprefix("GROUP_STATE_").lower()
+            state = enum_word(pb.GroupState, count.state)
             if count.purpose == pb.PURPOSE_EVAL:
                 held_out[count.domain] += count.groups
             else:
                 groups[count.domain][state] += count.groups
         for part in shard.trajectory_counts:
-            state = pb.TrajectoryState.Name(part.state).removeprefix("TRAJECTORY_STATE_").lower()
+            state = enum_word(pb.TrajectoryState, part.state)
             totals[part.domain][state] += part.trajectories
             totals[part.domain]["turns"] += part.turns
             totals[part.domain]["sampled_tokens"] += part.sampled_tokens

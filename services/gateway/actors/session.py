@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from prometheus_client import Counter
 
+from forge.core.enum_words import enum_name
 from forge.core.errors import DeadlineExceeded, Unavailable
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
@@ -75,7 +76,7 @@ def _contexts(how: str) -> Counter:
 
 @cache
 def _turns(finish_reason: common_pb2.FinishReason.ValueType) -> Counter:
-    return TURNS.labels(common_pb2.FinishReason.Name(finish_reason))
+    return TURNS.labels(enum_name(common_pb2.FinishReason, finish_reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
+from forge.core.enum_words import enum_word
 from forge.runtime.tracing import Kind, Span, Value, start_span
 from forge.v1 import common_pb2
 from services.gateway.conversation.turn_request import TurnRequest
@@ -74,10 +75,10 @@ def _asked(
 
 def _answered(turn: Turn) -> dict[str, Value]:
     sampled = turn.sampled
-    name = common_pb2.FinishReason.Name(sampled.finish_reason)
+    reason = enum_word(common_pb2.FinishReason, sampled.finish_reason)
     return {
         "gen_ai.usage.input_tokens": turn.prompt_tokens,
         "gen_ai.usage.output_tokens": sampled.tokens,
-        "gen_ai.response.finish_reasons": (name.removeprefix("FINISH_REASON_").lower(),),
+        "gen_ai.response.finish_reasons": (reason,),
         "forge.turn_index": turn.turn_index,
     }

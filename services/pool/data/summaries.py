@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from forge.core.enum_words import enum_word
 from forge.core.queue.dispatch.failures import abandon_reason, kind_of_abandoned
 from forge.core.trajectory import TrajectoryName
 from forge.v1 import common_pb2
@@ -36,8 +37,7 @@ def header_of(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
 
 def state_name(state: int) -> str:
     """The name of a trajectory's state in errors."""
-    name = common_pb2.TrajectoryState.Name(common_pb2.TrajectoryState.ValueType(state))
-    return name.removeprefix("TRAJECTORY_STATE_").lower()
+    return enum_word(common_pb2.TrajectoryState, state)
 
 
 def turns_of(records: Records, trajectory: bytes) -> Iterator[tuple[TurnHead, Payload]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from forge.client.reward_events import REWARD_KINDS, reward_sum
+from forge.core.enum_words import enum_word
 from forge.v1 import common_pb2 as pb
 
 
 def state_name(state: pb.TrajectoryState.ValueType) -> str:
     """open, sealed or abandoned."""
-    return pb.TrajectoryState.Name(state).removeprefix("TRAJECTORY_STATE_").lower()
+    return enum_word(pb.TrajectoryState, state)
 
 
 def reward_row(reward: pb.RewardEvent) -> dict[str, Any]:

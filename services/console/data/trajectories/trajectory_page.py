@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forge.client.stored.trajectory_tree import TrajectoryTree, sampled_tokens
+from forge.core.enum_words import enum_word
 from forge.core.token_columns import float32_array, int32_array
 from forge.v1 import common_pb2 as pb
 from services.console.data.trajectories.rows import reward_row, state_name
@@ -48,7 +49,7 @@ def _turn_row(turn: pb.Turn, tree: TrajectoryTree) -> dict[str, Any]:
         "length": tree.lengths[index],
         "sampled": sampled_tokens(turn),
         "cached": turn.cached_tokens,
-        "finish": pb.FinishReason.Name(turn.finish_reason).removeprefix("FINISH_REASON_").lower(),
+        "finish": enum_word(pb.FinishReason, turn.finish_reason),
         "versions": [min(versions, default=-1), max(versions, default=-1)],
         "mean_logprob": math.fsum(logprobs) / len(logprobs) if logprobs else None,
         "temperature": round(turn.temperature, 4),

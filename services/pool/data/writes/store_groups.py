@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 
+from forge.core.enum_words import enum_word
 from forge.core.errors import FailedPrecondition, NotFound, StaleFence, Unavailable
 from forge.core.queue.groups import FREED
 from forge.v1 import common_pb2
@@ -129,7 +130,7 @@ def _is_new_state(
     if is_erased(records, task_id):
         return False
     if (stored.state, stored.batch_id, stored.step) != (state.state, state.batch_id, state.step):
-        was = common_pb2.GroupState.Name(stored.state).removeprefix("GROUP_STATE_").lower()
+        was = enum_word(common_pb2.GroupState, stored.state)
         raise FailedPrecondition(
             f"group {task_id} was freed after it was {was}"
             + (f" in step {stored.step}, which a checkpoint covers" if stored.step else "")
