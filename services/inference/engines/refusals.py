@@ -1,10 +1,12 @@
-"""Refuses requests that an engine cannot serve completely; the error has the engine's name."""
+"""Refuses requests that an engine cannot serve completely, and ids in use; the error has the
+engine's name or the id."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 
-from forge.core.errors import UnsupportedByEngines
+from forge.core.errors import InvalidArgument, UnsupportedByEngines
 from services.inference.engines.base import Grammar, Prompt, Reweighting, Sampling
 from services.inference.engines.capabilities import Capabilities
 
@@ -63,3 +65,24 @@ def _lacking_penalties(change: Reweighting, able: Capabilities) -> Iterator[str]
             f"sampling.answered_tokens = {change.answered_tokens} with presence_penalty or "
             "frequency_penalty: it counts the tokens of an answer from its first one"
         )
+
+
+class UsedIds:
+    """The ids of requests under way: engines tell requests apart by them alone."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+
+    @contextmanager
+    def using(self, request_id: str, held: Container[str] = ()) -> Iterator[None]:
+        """Around a request. Raises InvalidArgument for an id in use, and for one that is `held`: a
+        second prompt would take its place, and its memory would have no end."""
+        if request_id in held:
+            raise InvalidArgument(f"request_id = {request_id!r} is that of a held prompt")
+        if request_id in self._ids:
+            raise InvalidArgument(f"request_id = {request_id!r} is in use by another request")
+        self._ids.add(request_id)
+        try:
+            yield
+        finally:
+            self._ids.discard(request_id)

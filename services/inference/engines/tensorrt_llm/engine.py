@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from forge.core.errors import DataLoss, NotFound, Unavailable
@@ -38,6 +39,7 @@ from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.provider import EngineOptions
+from services.inference.engines.refusals import UsedIds
 from services.inference.engines.tensorrt_llm.answer import LlmAnswer
 from services.inference.engines.tensorrt_llm.arguments import Role, engine_arguments, transfers
 from services.inference.engines.tensorrt_llm.cache_events import CacheEvents
@@ -114,6 +116,7 @@ class TensorRtLlm:
         self._llm = llm
         self._cache = CacheEvents(self.cache_reports, block_tokens=options.block_tokens)
         self._held: dict[str, _Held] = {}
+        self._reading_ids = UsedIds()
         self._answers: set[LlmAnswer] = set()
         self._reads: set[asyncio.Task[Any]] = set()
         self._watches: list[asyncio.Task[None]] = []
@@ -187,7 +190,7 @@ class TensorRtLlm:
         await self._llm.close()
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
-        """See `PrefillEngine`."""
+        """See `PrefillEngine`. Raises InvalidArgument for the id of another prompt."""
         prompt = self._fitting(prompt)
         began_s = time.monotonic()
         cached = self._cache.cached_tokens(prompt.ids)
@@ -195,14 +198,14 @@ class TensorRtLlm:
             first = await self._begin(prompt, hold_s)
         else:
             # A task: a prefill cannot be aborted safely, so it outlives its caller.
-            read = asyncio.create_task(self._read(prompt, hold_s))
+            read = asyncio.create_task(self._read_once(prompt, hold_s))
             self._reads.add(read)
             read.add_done_callback(self._reads.discard)
             try:
                 first = await asyncio.shield(read)
             except asyncio.CancelledError:
                 # No decode worker takes it.
-                read.add_done_callback(lambda _: self.release(prompt.request_id))
+                read.add_done_callback(partial(self._release_read, prompt.request_id))
                 raise
         return Prefilled(
             first=first,
@@ -279,14 +282,24 @@ class TensorRtLlm:
 
     async def _begin(self, prompt: Prompt, hold_s: float) -> Tokens:
         """Start an answer, and hold it with its first token."""
-        answer = self._answer(prompt, hand_off=None)
-        try:
-            tokens = await answer.after(0)
-        except BaseException:
-            answer.stop()
-            raise
-        self._hold(prompt, hold_s, version=tokens.versions[0], answer=answer)
+        with self._reading_ids.using(prompt.request_id, self._held):
+            answer = self._answer(prompt, hand_off=None)
+            try:
+                tokens = await answer.after(0)
+            except BaseException:
+                answer.stop()
+                raise
+            self._hold(prompt, hold_s, version=tokens.versions[0], answer=answer)
         return _only_first(tokens)
+
+    async def _read_once(self, prompt: Prompt, hold_s: float) -> Tokens:
+        with self._reading_ids.using(prompt.request_id, self._held):
+            return await self._read(prompt, hold_s)
+
+    def _release_read(self, request_id: str, read: asyncio.Task[Tokens]) -> None:
+        # A failed read holds nothing: a prompt of its id is another one.
+        if not read.cancelled() and read.exception() is None:
+            self.release(request_id)
 
     async def _read(self, prompt: Prompt, hold_s: float) -> Tokens:
         """Compute a prompt for a decode engine, and hold its hand-off."""

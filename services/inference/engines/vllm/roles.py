@@ -29,6 +29,7 @@ from services.inference.engines.base import (
 from services.inference.engines.capabilities import Role
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.provider import EngineOptions
+from services.inference.engines.refusals import UsedIds
 from services.inference.engines.vllm.arguments import settings_of
 from services.inference.engines.vllm.engine import VllmEngine
 from services.inference.engines.vllm.hand_off import (
@@ -87,6 +88,7 @@ class VllmPrefill(_Role):
     def __init__(self, engine: VllmEngine, hand_offs: HandOffs) -> None:
         super().__init__(engine, hand_offs)
         self._held: dict[str, _Held] = {}
+        self._reading_ids = UsedIds()
 
     async def close(self) -> None:
         """Drop all held prompts and stop vLLM."""
@@ -95,7 +97,11 @@ class VllmPrefill(_Role):
         await self.engine.close()
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
-        """See `PrefillEngine`."""
+        """See `PrefillEngine`. Raises InvalidArgument for the id of another prompt."""
+        with self._reading_ids.using(prompt.request_id, self._held):
+            return await self._prefilled(prompt, hold_s=hold_s)
+
+    async def _prefilled(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         began_s = time.monotonic()
         self.count(1)
         try:

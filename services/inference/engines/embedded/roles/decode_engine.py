@@ -26,12 +26,13 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded.kv.prefix_cache import prefix
 from services.inference.engines.embedded.messages import Abort, Join, Reserve
-from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine, UsedIds
+from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
 from services.inference.engines.embedded.roles.wiring import (
     decode_actor,
     running_limit,
 )
 from services.inference.engines.provider import EngineOptions
+from services.inference.engines.refusals import UsedIds
 
 
 class EmbeddedDecode(RoleEngine):

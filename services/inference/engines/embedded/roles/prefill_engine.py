@@ -28,11 +28,12 @@ from services.inference.engines.embedded.messages import Abort, HeldPrompt, Part
 from services.inference.engines.embedded.recurrent.read_states import MOST_STOPS
 from services.inference.engines.embedded.roles.early_reads import EarlyRead, EarlyReads
 from services.inference.engines.embedded.roles.held_prompts import HeldPrompts
-from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine, UsedIds
+from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
 from services.inference.engines.embedded.roles.stored_reads import StoredReads
 from services.inference.engines.embedded.roles.wiring import prefill_actor, stored_kv
 from services.inference.engines.embedded.stored_kv import StoredPrefix
 from services.inference.engines.grammar_masks import Matcher
+from services.inference.engines.refusals import UsedIds
 
 _INLINE_BYTES = 1 << 18
 """Keys and values up to this size are copied on the event loop; a thread takes longer to start."""

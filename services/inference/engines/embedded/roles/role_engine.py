@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Self
 
-from forge.core.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from forge.core.errors import DeadlineExceeded, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
@@ -37,24 +36,6 @@ from services.inference.engines.provider import EngineOptions
 NEVER_RESTART = Restart(max_restarts=0)
 """A crash leaves the model in an unknown state: the process ends, its supervisor starts a new
 one."""
-
-
-class UsedIds:
-    """The ids of requests under way: an actor tells requests apart by them alone."""
-
-    def __init__(self) -> None:
-        self._ids: set[str] = set()
-
-    @contextmanager
-    def using(self, request_id: str) -> Iterator[None]:
-        """Around a request. Raises InvalidArgument for an id in use."""
-        if request_id in self._ids:
-            raise InvalidArgument(f"request_id = {request_id!r} is in use by another request")
-        self._ids.add(request_id)
-        try:
-            yield
-        finally:
-            self._ids.discard(request_id)
 
 
 class Work:
