@@ -32,7 +32,7 @@ from services.inference.engines.kv_store.block_file import (
     read_block,
     write_block,
 )
-from services.inference.engines.kv_store.metrics import BLOCKS, STORE_BYTES
+from services.inference.engines.kv_store.metrics import BLOCKS, RECREATIONS, STORE_BYTES
 
 _EVICT_TO = 0.9
 _ABANDONED_S = 3600.0
@@ -43,6 +43,7 @@ LOCK_S = 2.0
 """Longest wait for the lock; then the block is dropped."""
 _LOCK_PAUSE_S = 0.002
 _SIZE_BYTES = 8
+_LOCK = ".evicting"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -58,10 +59,29 @@ class BlockDirectory:
         self._root = root
         self._max_bytes = max_bytes
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(root / ".evicting", os.O_RDWR | os.O_CREAT, 0o660)
+            self._lock = self._open_lock()
         except OSError as error:
             raise ConfigError(f"kv.store_dir = {str(root)!r}: {error.strerror}") from None
+
+    def _open_lock(self) -> int:
+        """Make the directory and its lock file, if missing. Raises OSError."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        return os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT, 0o660)
+
+    def _is_deleted(self) -> bool:
+        """Whether the open lock file is not the one of the directory any more."""
+        try:
+            return not os.path.samestat((self._root / _LOCK).stat(), os.fstat(self._lock))
+        except FileNotFoundError:
+            return True
+
+    def _recreate(self) -> None:
+        """Make a deleted directory again, unless another process has. Raises OSError."""
+        lock = self._open_lock()
+        os.close(self._lock)
+        self._lock = lock
+        RECREATIONS.inc()
+        log.warning("kv_store_recreated", directory=str(self._root))
 
     def close(self) -> None:
         """Close the lock file."""
@@ -210,12 +230,15 @@ class BlockDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Raises _LockBusy, and OSError on a file system without locks."""
+        """The lock of the directory, which is made again if it was deleted. Raises _LockBusy, and
+        OSError on a file system without locks."""
         give_up_s = time.monotonic() + LOCK_S
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                if not self._is_deleted():
+                    break
+                self._recreate()
             except BlockingIOError:
                 if time.monotonic() >= give_up_s:
                     raise _LockBusy from None

@@ -15,3 +15,7 @@ STORE_BYTES = gauge(
     "forge_inference_kv_store_bytes",
     "Size of the store's directory after this worker's last write.",
 )
+RECREATIONS = counter(
+    "forge_inference_kv_store_recreations_total",
+    "Times that this worker found the store's directory deleted and made it again.",
+)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 
 from services.inference.engines.kv_store import block_file, directory
 from services.inference.engines.kv_store.directory import BlockDirectory
-from services.inference.engines.kv_store.metrics import BLOCKS
+from services.inference.engines.kv_store.metrics import BLOCKS, RECREATIONS
 
 MODEL = b"m" * 16
 BLOCK = 1000
@@ -228,3 +229,19 @@ def test_clock_of_a_host_abandons_no_block(tmp_path: Path, monkeypatch: pytest.M
     write(store, range(100))
     assert unfinished.exists()
     store.close()
+
+
+def test_deleted_directory_is_made_again(tmp_path: Path) -> None:
+    """Each open directory writes again, with one count each, and all of them share one bound."""
+    root = tmp_path / "store"
+    first, second = (BlockDirectory(root, max_bytes=MOST) for _ in range(2))
+    write(first, range(10))
+    before = RECREATIONS._value.get()
+    shutil.rmtree(root)
+    for number in range(60):
+        write((first, second)[number % 2], range(number, number + 1))
+    assert RECREATIONS._value.get() == before + 2
+    newest = first.read(MODEL, (59).to_bytes(16, "big"))
+    assert newest is not None and bytes(newest) == CONTENT
+    assert 0 < size_of(root) <= MOST
+    assert second._read_size() == size_of(root)
