@@ -93,6 +93,8 @@ class Publisher:
         self._copies = copies
         self.version = 0
         """Newest version announced for certain; 0 before the first."""
+        self._uncertain: WeightAnnouncement | None = None
+        """A held version whose announcement failed, and may be in etcd nevertheless."""
 
     @property
     def next_version(self) -> int:
@@ -113,9 +115,10 @@ class Publisher:
                 f"another trainer, at {announced.source}, published version "
                 f"{announced.weight_version}: one cluster has one trainer"
             )
+        self._settle(announced)
         version = max(self._floor, announced.weight_version if announced else 0) + 1
         self._floor = version
-        announcement = await self._prepare(snapshot, version)
+        announcement = self._uncertain = await self._prepare(snapshot, version)
         try:
             await self._register.compare_and_swap(
                 _KEY,
@@ -127,7 +130,7 @@ class Publisher:
                 f"another trainer published while version {version} was being published: one "
                 "cluster has one trainer"
             ) from error
-        self.version = version
+        self.version, self._uncertain = version, None
         self._versions.announced(
             PublishedVersion(announcement=announcement, published_unix_s=time.time())
         )
@@ -137,6 +140,19 @@ class Publisher:
         WEIGHT_SEGMENTS.set(segments)
         log.info("weights_published", weight_version=version, step=snapshot.step, segments=segments)
         return version
+
+    def _settle(self, announced: WeightAnnouncement | None) -> None:
+        """Keep the version of the last, failed publication if etcd has it; otherwise drop it: no
+        worker will fetch it, and an announced version needs its place."""
+        last, self._uncertain = self._uncertain, None
+        if last is None:
+            return
+        if announced is not None and announced.encode() == last.encode():
+            self._versions.announced(
+                PublishedVersion(announcement=last, published_unix_s=time.time())
+            )
+        else:
+            self._versions.withdraw(last.weight_version)
 
     async def _prepare(self, snapshot: Snapshot, version: int) -> WeightAnnouncement:
         """Hold the snapshot as a version, before it is announced: workers fetch as soon as they

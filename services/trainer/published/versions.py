@@ -87,6 +87,10 @@ class PublishedVersions:
         """Hold a version that will be announced."""
         self._weights[version] = weights
 
+    def withdraw(self, version: int) -> None:
+        """Drop a version that was not announced."""
+        self._weights.pop(version, None)
+
     def announced(self, one: PublishedVersion) -> None:
         """Records an announced version; drops the oldest beyond the limit."""
         self._published[one.weight_version] = one

@@ -76,6 +76,32 @@ async def test_version_with_an_unknown_outcome_is_never_used_again() -> None:
     assert await own.publish(snapshot(4)) == 3
 
 
+async def test_failed_publication_takes_no_place_of_an_announced_version() -> None:
+    """The next publication drops its data, unless its announcement is in etcd nevertheless."""
+    register, versions = FakeRegister(), PublishedVersions(kept=2)
+    own = publisher(register, versions=versions)
+    await own.publish(snapshot(1))
+    compare_and_swap = register.compare_and_swap
+
+    async def fail(*_: object, **__: object) -> int:
+        raise Unavailable("etcd does not answer")
+
+    for step in (2, 3):
+        register.compare_and_swap = fail  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await own.publish(snapshot(step))
+    register.compare_and_swap = compare_and_swap  # type: ignore[method-assign]
+    assert await own.publish(snapshot(4)) == 4
+    assert [one.weight_version for one in versions.published] == [1, 4]
+    assert sorted(versions.weights) == [1, 4]
+    register.lose_answer = True
+    with pytest.raises(Unavailable):
+        await own.publish(snapshot(5))
+    register.lose_answer = False
+    assert await own.publish(snapshot(6)) == 6
+    assert [one.weight_version for one in versions.published] == [5, 6]
+
+
 async def test_older_trainer_cannot_announce_over_a_newer_one() -> None:
     """It may not announce over what a newer one announced."""
     register = FakeRegister()
