@@ -147,7 +147,9 @@ class Attempts:
 
     async def _attempt(self, lease: pb.RolloutLease, plan: _Plan, gateway: Gateway) -> None:
         rollout = self._rollout(lease, plan, gateway)
-        session = AgentSession(gateway.channel, _grader_token(lease), timeout_s=SEAL_S)
+        session = AgentSession(
+            gateway.channel, _grader_token(lease), timeout_s=SEAL_S, stub=gateway.stub
+        )
         transcript, events, ended_s = await self._sample(plan, rollout)
         await session.close(
             *events, min_turns=transcript.turns, after_agent_s=time.monotonic() - ended_s
@@ -221,7 +223,11 @@ class Attempts:
     async def _abandon(self, lease: pb.RolloutLease, gateway: Gateway, reason: str) -> None:
         """Marks the trajectory as never to be trained, if the gateway can be reached."""
         session = AgentSession(
-            gateway.channel, _grader_token(lease), timeout_s=ABANDON_S, retry_for_s=0.0
+            gateway.channel,
+            _grader_token(lease),
+            timeout_s=ABANDON_S,
+            retry_for_s=0.0,
+            stub=gateway.stub,
         )
         try:
             await session.close(abandon_reason=reason)
@@ -237,7 +243,9 @@ def _grader_token(lease: pb.RolloutLease) -> str:
 
 def _described(gateway: Gateway, token: str) -> AgentSession:
     """Returns a client that requests the state of a session once, without retries."""
-    return AgentSession(gateway.channel, token, timeout_s=DESCRIBE_S, retry_for_s=0.0)
+    return AgentSession(
+        gateway.channel, token, timeout_s=DESCRIBE_S, retry_for_s=0.0, stub=gateway.stub
+    )
 
 
 def _payload(text: str) -> dict[str, Any]:

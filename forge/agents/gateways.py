@@ -16,6 +16,7 @@ from forge.agents.rollout import Gateway
 from forge.core.errors import Unavailable
 from forge.runtime.coordination import Discovery, Instance
 from forge.runtime.rpc.channel import Channels
+from forge.v1.gateway_pb2_grpc import GatewayServiceStub
 
 AVOID_S = 5.0
 """Time for which a dead process stays in discovery."""
@@ -54,6 +55,7 @@ class Gateways:
             http_url=f"{self._scheme}://{chosen.metadata['http']}",
             grpc_address=chosen.address,
             channel=self._channels.get(chosen.address),
+            stub=self._channels.stub(GatewayServiceStub, chosen.address),
         )
 
     def release(self, gateway: Gateway) -> None:

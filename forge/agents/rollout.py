@@ -14,6 +14,7 @@ import grpc.aio
 
 from forge.agents.environments.base import Episode, Transcript
 from forge.v1 import scheduler_pb2
+from forge.v1.gateway_pb2_grpc import GatewayServiceStub
 
 RolloutResult = scheduler_pb2.FinishRolloutsRequest.Outcome
 """The result of one attempt, for the scheduler; without an error the trajectory is sealed."""
@@ -29,6 +30,8 @@ class Gateway:
     grpc_address: str
     channel: grpc.aio.Channel
     """Shared by all rollouts on this gateway."""
+    stub: GatewayServiceStub | None = None
+    """The stub on `channel`, shared, too; None: each session makes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

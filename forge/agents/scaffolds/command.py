@@ -106,7 +106,9 @@ class Command:
             if error.errno != errno.E2BIG:
                 raise
             raise InvalidArgument("the task is too long for a command line") from error
-        session = AgentSession(rollout.gateway.channel, rollout.session_token)
+        session = AgentSession(
+            rollout.gateway.channel, rollout.session_token, stub=rollout.gateway.stub
+        )
         return Transcript(answer=answer, turns=(await session.open()).turns)
 
     async def check(self) -> None:

@@ -36,6 +36,7 @@ class WhiteBox:
             rollout.session_token,
             timeout_s=self._timeout_s,
             retry_for_s=RETRY_S,
+            stub=rollout.gateway.stub,
         )
         return await _Loop(session, rollout, episode).run()
 

@@ -28,15 +28,16 @@ class SessionClient:
         owns_channel: bool = False,
         timeout_s: float = 600.0,
         retry_for_s: float = 30.0,
+        stub: gateway_pb2_grpc.GatewayServiceStub | None = None,
     ) -> None:
-        """`channel` comes from `grpc_library`.
+        """`channel` comes from `grpc_library`. `stub`: one on this channel, for many sessions.
 
         `annotate` and `close` send `grader_token` (`RolloutLease.grader_token`): for programs that
         grade their rollout themselves.
         """
         self.info: SessionInfo | None = None
         self._channel = channel
-        self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        self._stub: Any = stub or gateway_pb2_grpc.GatewayServiceStub(channel)
         self._metadata = Access(address="", token=token).metadata
         self._grading = Access(address="", token=grader_token or token).metadata
         self._owns_rollout = owns_rollout

@@ -6,7 +6,8 @@ loopback interface.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -16,6 +17,8 @@ from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import audience_of
 from forge.runtime.tracing import current_span
 from forge.runtime.tracing.traceparent import HEADER
+
+Stub = TypeVar("Stub")
 
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 """4 MiB of payload and room for the other fields; larger payloads travel in chunks."""
@@ -54,6 +57,7 @@ class Channels:
     def __init__(self, security: Security) -> None:
         self._security = security
         self._channels: dict[str, _AuthorizedChannel] = {}
+        self._stubs: dict[tuple[str, Callable[[grpc.aio.Channel], Any]], Any] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to "host:port". Its calls carry this process's token unless
@@ -65,6 +69,14 @@ class Channels:
             self._channels[address] = channel
         return channel
 
+    def stub(self, make: Callable[[grpc.aio.Channel], Stub], address: str) -> Stub:
+        """Return the stub of class `make` on the channel to "host:port": one for all its calls,
+        since a stub costs more to make than to call. Raises as `get`."""
+        found = self._stubs.get((address, make))
+        if found is None:
+            found = self._stubs[address, make] = make(self.get(address))
+        return cast(Stub, found)
+
     def renew(self) -> None:
         """Use the present certificate files in later calls."""
         for channel in self._channels.values():
@@ -73,6 +85,7 @@ class Channels:
     async def close(self) -> None:
         """Close all channels."""
         channels, self._channels = list(self._channels.values()), {}
+        self._stubs.clear()
         for channel in channels:
             await channel.close()
 

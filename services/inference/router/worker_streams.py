@@ -49,14 +49,14 @@ class WorkerStreams:
         message."""
         if worker.serves_stream:
             return StreamedCall(self._stream(worker), request, timeout_s=timeout_s)
-        stub = rpc.PrefillServiceStub(self._channels.get(worker.address))
+        stub = self._channels.stub(rpc.PrefillServiceStub, worker.address)
         return stub.Prefill(request, timeout=timeout_s)
 
     def decode(self, worker: Worker, request: pb.DecodeRequest, *, timeout_s: float) -> Any:
         """Begin a Decode; iterate over the result. Raises as `prefill`."""
         if worker.serves_stream:
             return StreamedCall(self._stream(worker), request, timeout_s=timeout_s)
-        stub = rpc.DecodeServiceStub(self._channels.get(worker.address))
+        stub = self._channels.stub(rpc.DecodeServiceStub, worker.address)
         return stub.Decode(request, timeout=timeout_s)
 
     def release(self, worker: Worker, request_id: str, *, session_id: str) -> None:
@@ -67,7 +67,7 @@ class WorkerStreams:
             if stream is not None and not stream.lost:
                 stream.release(request_id)
             return
-        stub: Any = rpc.PrefillServiceStub(self._channels.get(worker.address))
+        stub: Any = self._channels.stub(rpc.PrefillServiceStub, worker.address)
         request = pb.ReleaseKvRequest(request_id=request_id, session_id=session_id)
         release = asyncio.ensure_future(
             _ignored(stub.ReleaseKv(request, timeout=_RELEASE_TIMEOUT_S))
@@ -85,7 +85,7 @@ class WorkerStreams:
         stream = self._streams.get(worker.address)
         if stream is None or stream.lost:
             self._streams = {at: one for at, one in self._streams.items() if not one.lost}
-            stub: Any = rpc.WorkerServiceStub(self._channels.get(worker.address))
+            stub: Any = self._channels.stub(rpc.WorkerServiceStub, worker.address)
             stream = _WorkerStream(stub.WorkerStream(), peer=worker.instance_id)
             self._streams[worker.address] = stream
         return stream

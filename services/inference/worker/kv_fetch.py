@@ -144,7 +144,7 @@ class KvFetch:
     ) -> AsyncGenerator[tuple[KvSpan, float], None]:
         """Yield the blocks with the time when each began to arrive."""
         fetcher, request = self._fetcher, self._request
-        stub = rpc.PrefillServiceStub(fetcher.channels.get(address))
+        stub = fetcher.channels.stub(rpc.PrefillServiceStub, address)
         assembler, asked_s = kv_codec.SpanAssembler(), time.monotonic()
         began_s: float | None = None
         call: Any = stub.FetchKv(
