@@ -576,10 +576,15 @@ class LeaseBatchRequest(_message.Message):
     MAX_GROUPS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    FIRST_GROUP_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     max_groups: _builtins.int
     """Number of groups; 0: the scheduler's setting."""
     wait_s: _builtins.float
+    first_group: _builtins.int
+    """Returns a page: the groups of the batch from this index on, as many as one message holds. Unset by
+    trainers older than this field: all groups, or INVALID_ARGUMENT when they exceed a message.
+    """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldBatch]:
         """Batches of the trainer that are not committed. A new leader restores their leases instead of
@@ -593,12 +598,15 @@ class LeaseBatchRequest(_message.Message):
         max_groups: _builtins.int = ...,
         wait_s: _builtins.float = ...,
         held: _abc.Iterable[Global___HeldBatch] | None = ...,
+        first_group: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_group", b"_first_group", "first_group", b"first_group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "max_groups", b"max_groups", "trainer_id", b"trainer_id", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_group", b"_first_group", "first_group", b"first_group", "held", b"held", "max_groups", b"max_groups", "trainer_id", b"trainer_id", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__first_group: _TypeAlias = _typing.Literal["first_group"]  # noqa: Y015
+    _WhichOneofArgType__first_group: _TypeAlias = _typing.Literal["_first_group", b"_first_group"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_group) -> _WhichOneofReturnType__first_group | None: ...
 
 Global___LeaseBatchRequest: _TypeAlias = LeaseBatchRequest  # noqa: Y015
 
@@ -642,7 +650,7 @@ class BatchGroup(_message.Message):
 
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectorySummary]:
-        """One per sealed rollout, in rollout order. Without rewards in a batch that would otherwise exceed a
+        """One per sealed rollout, in rollout order. Without rewards in an answer that would otherwise exceed a
         message: read them from the trajectories.
         """
 
@@ -668,8 +676,14 @@ class LeaseBatchResponse(_message.Message):
     BATCH_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    TOTAL_GROUPS_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.str
     lease_s: _builtins.float
+    total_groups: _builtins.int
+    """Groups of the batch on all pages. The pages of another `batch_id` or another total are those of
+    another batch: read that one from its beginning. 0 from a scheduler older than this field: `groups`
+    has all.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]: ...
     def __init__(
@@ -678,10 +692,11 @@ class LeaseBatchResponse(_message.Message):
         batch_id: _builtins.str = ...,
         groups: _abc.Iterable[Global___BatchGroup] | None = ...,
         lease_s: _builtins.float = ...,
+        total_groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "groups", b"groups", "lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "groups", b"groups", "lease_s", b"lease_s", "total_groups", b"total_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -167,7 +167,7 @@ class SchedulerServiceServicer(object):
     def LeaseBatch(self, request, context):
         """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
         `batch_id` means that too few groups are complete: call again. A trainer that calls again while
-        it has a batch gets the same batch.
+        it has a batch gets the same batch; with `first_group` it reads a batch page by page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

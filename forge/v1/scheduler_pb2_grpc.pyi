@@ -54,7 +54,7 @@ class SchedulerServiceStub:
     LeaseBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseBatchRequest, _scheduler_pb2.LeaseBatchResponse]
     """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
     `batch_id` means that too few groups are complete: call again. A trainer that calls again while
-    it has a batch gets the same batch.
+    it has a batch gets the same batch; with `first_group` it reads a batch page by page.
     """
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewBatchRequest, _scheduler_pb2.RenewBatchResponse]
     """Renews a batch lease. NOT_FOUND after its loss."""
@@ -143,7 +143,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     LeaseBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaseBatchRequest, _scheduler_pb2.LeaseBatchResponse]  # type: ignore[assignment]
     """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
     `batch_id` means that too few groups are complete: call again. A trainer that calls again while
-    it has a batch gets the same batch.
+    it has a batch gets the same batch; with `first_group` it reads a batch page by page.
     """
     RenewBatch: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewBatchRequest, _scheduler_pb2.RenewBatchResponse]  # type: ignore[assignment]
     """Renews a batch lease. NOT_FOUND after its loss."""
@@ -259,7 +259,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_pb2.LeaseBatchResponse, _abc.Awaitable[_scheduler_pb2.LeaseBatchResponse]]:
         """Leases a batch of complete groups from the window, waiting up to `wait_s`. An empty
         `batch_id` means that too few groups are complete: call again. A trainer that calls again while
-        it has a batch gets the same batch.
+        it has a batch gets the same batch; with `first_group` it reads a batch page by page.
         """
 
     @_abc_1.abstractmethod

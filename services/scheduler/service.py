@@ -22,7 +22,13 @@ from forge.v1 import scheduler_pb2 as pb
 from forge.v1 import scheduler_pb2_grpc
 from services.scheduler import validation
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.groups.batch_groups import fitting, lost_trajectories, with_summaries
+from services.scheduler.groups.batch_groups import (
+    first_fitting,
+    fitting,
+    lost_trajectories,
+    page_of,
+    with_summaries,
+)
 from services.scheduler.groups.group_listing import list_groups
 from services.scheduler.groups.rollout_results import settle_results
 from services.scheduler.leadership.term import LeaderContext, Term
@@ -185,21 +191,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         batch = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s)
         if batch is None:
             return pb.LeaseBatchResponse()
+        paged = request.HasField("first_group")
+        views = page_of(batch.groups, request.first_group) if paged else batch.groups
         try:
-            groups = await with_summaries(leader.shards, batch.groups)
+            groups = await with_summaries(leader.shards, views)
         except Unavailable:
             # The shard has just become unreachable: the next call chooses without it.
             await leader.queue.ask(ApplyRelease(batch_id=batch.batch_id), timeout_s=ASK_S)
             raise
-        lost = lost_trajectories(batch.groups, groups)
+        lost = lost_trajectories(views, groups)
         if lost:
             release = ReleaseBatch(batch_id=batch.batch_id, reasons=lost)
             await leader.commits.ask(release, timeout_s=WRITE_S)
             return pb.LeaseBatchResponse()
         return pb.LeaseBatchResponse(
             batch_id=batch.batch_id,
-            groups=fitting(groups),
+            groups=first_fitting(groups) if paged else fitting(groups),
             lease_s=self._config.queue.batch_lease_s,
+            total_groups=len(batch.groups),
         )
 
     async def RenewBatch(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forge.runtime.rpc.chunks import chunked
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.messages.batches import GroupView
 
 MAX_ANSWER_BYTES = 4 << 20
 """A message has room for more: the frames of the groups, and the id of the batch."""
+PAGE_TRAJECTORIES = 16_384
+"""Most trajectories that a call reads for a page: a bound on its time."""
 _SEALED = common_pb2.TRAJECTORY_STATE_SEALED
 
 
@@ -49,6 +52,28 @@ def lost_trajectories(
             known = f"{len(sealed)} of {task.group_size} trajectories"
             lost[task.task_id] = f"pool shard {shard} has {known}"
     return lost
+
+
+def page_of(views: Sequence[GroupView], first_group: int) -> Sequence[GroupView]:
+    """The groups from index `first_group` on that may fit a message; at least one, if any is
+    left."""
+    pages = chunked(
+        views[first_group:],
+        size_of=lambda view: len(view.trajectory_ids),
+        max_bytes=PAGE_TRAJECTORIES,
+    )
+    return next(pages, [])
+
+
+def first_fitting(
+    groups: Sequence[scheduler_pb2.BatchGroup],
+) -> Sequence[scheduler_pb2.BatchGroup]:
+    """The first groups that one answer holds; at least one, since a message holds the largest. If
+    not all fit, without rewards."""
+    pages = chunked(
+        fitting(groups), size_of=scheduler_pb2.BatchGroup.ByteSize, max_bytes=MAX_ANSWER_BYTES
+    )
+    return next(pages, [])
 
 
 def fitting(groups: Sequence[scheduler_pb2.BatchGroup]) -> Sequence[scheduler_pb2.BatchGroup]:

@@ -262,6 +262,7 @@ class BatchSource:
                 trainer_id=name,
                 max_groups=max_groups,
                 wait_s=max(0.0, min(_LEASE_WAIT_S, until_s - loop.time())),
+                first_group=0,
                 held=[
                     scheduler_pb2.HeldBatch(batch_id=claim.batch_id, task_ids=claim.task_ids)
                     for claim in (*self._taken.values(), *held)
@@ -269,16 +270,34 @@ class BatchSource:
             )
             try:
                 async with asyncio.timeout_at(until_s + LATE_S if until_s < math.inf else None):
-                    answer = await self._call("LeaseBatch", request)
+                    answer = await self._all_pages(request)
             except (Unavailable, DeadlineExceeded, TimeoutError) as error:
                 if until_s == math.inf or self._hurried.is_set():
                     raise
                 log.warning("refill_ended", error=str(error) or "no answer in time")
                 return None
-            if answer.batch_id:
-                return cast(scheduler_pb2.LeaseBatchResponse, answer)
+            if answer is not None and answer.batch_id:
+                return answer
             if loop.time() >= until_s:
                 return None
+
+    async def _all_pages(
+        self, request: scheduler_pb2.LeaseBatchRequest
+    ) -> scheduler_pb2.LeaseBatchResponse | None:
+        """The answer with the groups of all pages; None if another batch took the place of this one
+        meanwhile."""
+        answer = cast(scheduler_pb2.LeaseBatchResponse, await self._call("LeaseBatch", request))
+        while len(answer.groups) < answer.total_groups:
+            following = scheduler_pb2.LeaseBatchRequest()
+            following.CopyFrom(request)
+            following.first_group, following.wait_s = len(answer.groups), 0.0
+            page = await self._call("LeaseBatch", following)
+            same = (page.batch_id, page.total_groups) == (answer.batch_id, answer.total_groups)
+            if not same or not page.groups:
+                log.warning("batch_lease_changed", batch_id=answer.batch_id)
+                return None
+            answer.groups.extend(page.groups)
+        return answer
 
     def _done(self, claim: Claim) -> None:
         self._taken.pop(claim.batch_id, None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from forge.core.errors import DataLoss, ForgeError, NotFound
 from forge.runtime.concurrency.backoff import Backoff
-from forge.runtime.rpc.chunks import Joiner
+from forge.runtime.rpc.chunks import Joiner, batched
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
@@ -21,6 +21,8 @@ from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
 _CALL_S = 30.0
 _SILENCE_S = 30.0
 """Longest pause in the middle of a fetch; a long fetch has no other deadline."""
+_TOGETHER = 4096
+"""Most trajectories of one request: its ids then have 0.9 MiB at most."""
 
 
 Find = Callable[[str], Awaitable[Any]]
@@ -95,12 +97,23 @@ class TrajectoryFetch:
     async def fetch_shard(
         self, shard: str, trajectory_ids: Sequence[str], lost: dict[str, str]
     ) -> dict[str, common_pb2.Trajectory]:
-        """Fetch all trajectories of one shard, with a new stream after each failure for those
-        still missing.
+        """Fetch all trajectories of one shard, `_TOGETHER` in a stream, with a new stream after
+        each failure for those still missing.
 
         Unreadable trajectories are entered in `lost`; the others are fetched nevertheless.
         """
         found: dict[str, common_pb2.Trajectory] = {}
+        for part in batched(trajectory_ids, _TOGETHER):
+            await self._fetch_part(shard, part, found, lost)
+        return found
+
+    async def _fetch_part(
+        self,
+        shard: str,
+        trajectory_ids: Sequence[str],
+        found: dict[str, common_pb2.Trajectory],
+        lost: dict[str, str],
+    ) -> None:
         together = len(trajectory_ids)
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._patience_s
@@ -121,7 +134,6 @@ class TrajectoryFetch:
                     raise
                 log.warning("fetch_retried", shard=shard, error=str(error))
                 await asyncio.sleep(backoff.next_s())
-        return found
 
     async def _stream(
         self, shard: str, trajectory_ids: Sequence[str], found: dict[str, common_pb2.Trajectory]
