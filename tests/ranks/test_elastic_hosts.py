@@ -26,7 +26,7 @@ async def hosts(
     settings = stack.trainer.flags(
         mesh__dp_shard=0, max_steps=STEPS, checkpoint__every_steps=2, drain_s=60, seed=3
     )
-    place = getattr(request, "param", "host 0")
+    place = getattr(request, "param", "a directory")
     elastic = Hosts(
         tmp_path, settings, nodes=f"1:{len(ADDRESSES)}", directory=place == "a directory"
     )

@@ -122,12 +122,14 @@ def upgrade_steps(manifests: Mapping[str, Manifest], leaders: Collection[str]) -
 def restart_steps(together: Sequence[HostUnit]) -> Iterator[Step]:
     """Yield the steps of units that restart together.
 
-    Rank 0 stops first: it writes a checkpoint with all ranks, and the other hosts then wait for it.
-    A stop of another host would cost the steps since the last checkpoint.
+    Rank 0 stops first: it writes a checkpoint with all ranks. A stop of another host would cost the
+    steps since the last checkpoint. All hosts stop before one starts: a changing number of them
+    would meet without host 0.
     """
     first, *others = together
     if first.unit.kind == RANKS and others:
-        yield first.step("stop")
+        for one in together:
+            yield one.step("stop")
         for one in (*others, first):
             yield one.step("restart")
     else:

@@ -97,7 +97,7 @@ def _elastic(inventory: Inventory) -> Iterator[str]:
             "have services.trainer-rank"
         )
     elif inventory.is_elastic:
-        # torchrun gives rank 0 to this one, and the first one has its unit and the meeting point.
+        # torchrun gives rank 0 to this one, and the first one has the unit of rank 0.
         low = min(hosts, key=lambda one: one.address)
         if low != hosts[0]:
             yield (

@@ -126,7 +126,7 @@ RANK_PORT = 7250
 """Port of rank 0 in its unit. With `publish_from = "ranks"` rank N of a host serves N ports
 further."""
 MEETING_PORT = 29400
-"""At which the ranks of all hosts meet, on the host with rank 0."""
+"""At which the ranks of a fixed number of hosts meet, on the host with rank 0."""
 MAY_END = "forge-feed@"
 """Start of the names of units that end by themselves: a feed, after its last epoch. Its exit code
 is then 0, as that of other services is after a stop; that of a stopped feed is not."""

@@ -17,7 +17,6 @@ from forge.cli.deploy.inventory.kinds import (
     BACKUP,
     ETCD,
     KINDS,
-    MEETING_PORT,
     RANKS,
     SERVICES,
     Instance,
@@ -220,9 +219,8 @@ def _variables(
     if kind.http_port and one.number > 1:
         variables["FORGE_HTTP__PORT"] = str(_http_port(inventory, host, one, assets))
     if one.kind == RANKS and inventory.is_elastic:
-        # Neither depends on how the host resolves its own name.
-        is_host = int(host == inventory.rank_hosts[0])
-        variables |= {"PET_LOCAL_ADDR": host.address, "PET_RDZV_CONF": f"is_host={is_host}"}
+        # Other hosts may not resolve its name.
+        variables["PET_LOCAL_ADDR"] = host.address
     return {**variables, **own}
 
 
@@ -267,7 +265,8 @@ def _rank_env(inventory: Inventory) -> str:
     meeting = f"PET_MASTER_ADDR={first.address}\n"
     if inventory.is_elastic:
         hosts = f"{inventory.min_trainer_hosts}:{hosts}"
-        endpoint = f"{bracketed(first.address)}:{MEETING_PORT}"
+        # A directory that all hosts mount: they meet without any of them.
+        endpoint = f"{inventory.checkpoints.rstrip('/')}/hosts"
         meeting = f"PET_RDZV_BACKEND=c10d\nPET_RDZV_ENDPOINT={endpoint}\n"
     directory = inventory.checkpoints or "/var/lib/forge/trainer-rank-0"
     return (
@@ -353,6 +352,8 @@ def _inputs(one: Instance, paths: list[str], shared: list[str]) -> list[str]:
 
 def _ports(inventory: Inventory, host: Host, one: Instance, assets: Assets) -> dict[str, int]:
     ports = one.ports
+    if one.kind == RANKS and inventory.is_elastic:
+        ports.pop("meeting", None)
     if KINDS[one.kind].http_port and (port := _http_port(inventory, host, one, assets)):
         ports["http"] = port
     for purpose, variable in _PORT_VARIABLES.items():

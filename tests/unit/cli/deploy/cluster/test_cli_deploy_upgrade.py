@@ -265,13 +265,14 @@ def test_rollback_of_the_first_steps_restarts_nothing(manifests: dict[str, Manif
 
 
 def test_ranks_of_a_trainer_restart_together(tmp_path: Path) -> None:
-    """Rank 0 stops first, since its checkpoint is that of all; the others wait for it. All of their
-    hosts have the release before, also in a rollback."""
+    """Rank 0 stops first, since its checkpoint is that of all; none starts before all have stopped.
+    All of their hosts have the release before, also in a rollback."""
     ranks = manifests_of(RANKS, tmp_path)
     steps = upgrade_steps(ranks, LEADERS)
     together = [str(one) for one in steps if one.kind == "trainer-rank"]
     assert together == [
         "beta: stop forge-trainer-rank@0.service",
+        "gamma: stop forge-trainer-rank@1.service",
         "gamma: restart forge-trainer-rank@1.service",
         "beta: restart forge-trainer-rank@0.service",
         "gamma: wait until forge-trainer-rank@1.service is healthy",
@@ -280,7 +281,7 @@ def test_ranks_of_a_trainer_restart_together(tmp_path: Path) -> None:
     first = next(at for at, one in enumerate(steps) if one.action == "stop")
     swapped = [one.host for one in steps[:first] if one.action == "swap"]
     assert {"beta", "gamma"} <= {*swapped}
-    for begun in range(first + 1, first + 6):
+    for begun in range(first + 1, first + 7):
         back = [str(one) for one in rollback_steps(steps, begun)]
         assert [one for one in back if "trainer-rank" in one] == together
 

@@ -42,8 +42,8 @@ def test_rendered_ranks_are_one_trainer_on_all_of_their_hosts(tmp_path: Path) ->
 
 
 def test_rendered_ranks_continue_with_fewer_hosts(tmp_path: Path) -> None:
-    """With `min_trainer_hosts`: a range for torchrun, a meeting point that does not depend on names
-    of hosts, and shards that follow the hosts."""
+    """With `min_trainer_hosts`: a range for torchrun, a directory in which hosts meet without the
+    one of rank 0, and shards that follow the hosts."""
     out = tmp_path / "out"
     rendered("min_trainer_hosts = 1\n" + RANKS, out, check_settings=True)
     for host, number in (("beta", "0"), ("gamma", "1")):
@@ -51,13 +51,14 @@ def test_rendered_ranks_continue_with_fewer_hosts(tmp_path: Path) -> None:
             "PET_NNODES": "1:2",
             "PET_NPROC_PER_NODE": "2",
             "PET_RDZV_BACKEND": "c10d",
-            "PET_RDZV_ENDPOINT": "10.0.0.2:29400",
+            "PET_RDZV_ENDPOINT": "/mnt/checkpoints/hosts",
             "FORGE_CHECKPOINT__DIR": "/mnt/checkpoints",
         }
         own = variables(out, host, f"/etc/forge/trainer-rank@{number}.env")
         assert own["PET_LOCAL_ADDR"] == {"beta": "10.0.0.2", "gamma": "10.0.0.3"}[host]
-        assert own["PET_RDZV_CONF"] == f"is_host={int(host == 'beta')}"
+        assert "PET_RDZV_CONF" not in own
         assert toml(out, host, "trainer")["mesh"] == {"dp_shard": 0}
+        assert "meeting" not in rendered_hosts(out)[host].units[-1].ports
     rendered("min_trainer_hosts = 2\n" + RANKS, tmp_path / "all")
     fixed = variables(tmp_path / "all", "beta", "/etc/forge/trainer-rank.env")
     assert fixed["PET_NNODES"] == "2" and fixed["PET_MASTER_ADDR"] == "10.0.0.2"
