@@ -145,6 +145,8 @@ class DecodeActor(ThreadActor):
             raise
         del self._reserved[prompt.request_id]
         fetched, blocks = arrived.fetched, None
+        known = attempt(partial(self._known_routes, reserved, arrived), self._policy.device).result
+        routes = fetched.routes if known is None else known
         # A prefix and its continuation by different weights belong to no version.
         of_one = not match.tokens or span.version == reserved.version
         is_whole = of_one and self._has_prefix(match.tokens, reserved.epoch)
@@ -170,11 +172,20 @@ class DecodeActor(ThreadActor):
                 prompt_blocks=blocks,
                 epoch=self._epoch if blocks is not None else reserved.epoch,
                 kv_shape=self._policy.kv_shape,
-                routes=bytearray(fetched.routes.numpy().tobytes()),
-                routes_start=match.tokens,
+                routes=bytearray(routes.numpy().tobytes()),
+                routes_start=prompt.tokens - len(routes),
                 routes_sent=prompt.tokens,
             )
         )
+
+    def _known_routes(self, reserved: Reservation, arrived: Arrived) -> torch.Tensor:
+        """Return the experts of a hand-off, behind those of the cached tokens in the store's block
+        with the end of the prompt: the answer completes this block."""
+        match, fetched = reserved.match, arrived.fetched.routes
+        if self._stored is None or not self._has_prefix(match.tokens, reserved.epoch):
+            return fetched
+        start = min(match.tokens, self._stored.block_start(match.tokens + len(fetched)))
+        return torch.cat([self._cache.routes(match, start=start), fetched])
 
     def _arrived(self, join: Join, reserved: Reservation) -> Arrived:
         """Decode the keys and values of a prompt behind its match in the cache. Raises Unavailable

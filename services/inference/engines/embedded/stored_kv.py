@@ -104,6 +104,10 @@ class StoredKv:
         """See `KvStore.identity`."""
         return self._store.identity
 
+    def block_start(self, token: int) -> int:
+        """Return the first token of the block with a token."""
+        return token // self._store.block_tokens * self._store.block_tokens
+
     def read(self, ids: bytes, found: StoredPrefix, *, from_token: int, limit_tokens: int) -> None:
         """Add the stored blocks from the one with `from_token` on. On a thread of its own: a file
         system may hang."""

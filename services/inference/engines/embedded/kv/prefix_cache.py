@@ -83,6 +83,12 @@ class KvCache(PrefixCache):
             found = self._routes[list(match.slots)].flatten(0, 1)
             out[: len(found)] = found
 
+    def routes(self, match: Match, *, start: int) -> torch.Tensor:
+        """Return the experts of a match from a token on, [tokens, route_bytes]."""
+        size = self.block_tokens
+        found = self._routes[list(match.slots[start // size :])].flatten(0, 1)
+        return found[start % size :] if match.slots else found
+
     def read(self, match: Match, out: Layers, *, start: int = 0, end: int | None = None) -> None:
         """Copy the tokens `start` to `end` of a match, whole blocks, to the front of `out`, without
         a second copy."""
