@@ -130,7 +130,10 @@ class InferenceConfig(ServiceConfig):
     """Longest silence in a weight fetch; then the worker tries the next source."""
     probe_error: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Largest mean error, in nats, of the log-probs that a publication has for the check of its
-    weights; above it they are refused. 0: the limit of the engine for its type of numbers."""
+    weights, published or served in 16 bits; above it they are refused. 0: the engine's limit."""
+    probe_exact_error: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    """The same where nothing is rounded: weights published and served in float32, and the second
+    pass, in float32 over the values in 16 bits. 0: the limit of each."""
     weights_dir: str = ""
     """Directory on any mounted file system where the trainer with the same setting stores each
     version; empty: none. The worker fetches a missing version over gRPC."""

@@ -97,15 +97,23 @@ async def test_all_engines_have_one_limit_for_the_probe(
     pair: Pair, half: bool, error: float
 ) -> None:
     """In float32, and in 16 bits, whose rounding is larger: a mean error above the limit refuses
-    the weights, also one of less than half a nat, and the worker's setting takes its place."""
+    the weights, also one of less than half a nat. The worker's setting for this kind of numbers
+    takes its place, and the one for the other kind does not."""
     new = reference("qwen3", seed=1)
     right = probe_of(new)
     wrong = replace(right, logprobs=tuple(one + error for one in right.logprobs))
     loaded = published(new.half() if half else new)
     for engine in (pair.prefill, pair.decode):
-        with pytest.raises(UnfitWeights, match=r"\(mean\), more than .* probe_error"):
-            await engine.load(loaded, version=2, probe=wrong)
-        await engine.load(loaded, version=3, probe=replace(wrong, most_error=2 * error))
+        wide, exact = (
+            replace(wrong, most_error=2 * error),
+            replace(wrong, most_exact_error=2 * error),
+        )
+        own, other = (wide, exact) if half else (exact, wide)
+        setting = "probe_error" if half else "probe_exact_error"
+        for refused in (wrong, other):
+            with pytest.raises(UnfitWeights, match=rf"\(mean\), more than .* {setting} changes"):
+                await engine.load(loaded, version=2, probe=refused)
+        await engine.load(loaded, version=3, probe=own)
 
 
 async def test_probe_beyond_the_model_is_refused(pair: Pair) -> None:

@@ -219,7 +219,9 @@ class Probe:
     published: tuple[float, ...] = ()
     """The same with the values as they are published, in 16 bits; may be empty."""
     most_error: float = 0.0
-    """Largest mean error of these log-probs, in nats; 0: the engine's own limit."""
+    """Largest mean error of log-probs of weights in 16 bits, in nats; 0: the engine's own limit."""
+    most_exact_error: float = 0.0
+    """The same where nothing is rounded; 0: the limit of the pass."""
 
 
 class UnfitWeights(ForgeError):

@@ -55,9 +55,11 @@ def check_probe(
     version: int,
     rounded: bool,
     rounded_tolerance: float = _ROUNDED_TOLERANCE,
+    exact_tolerance: float = _TOLERANCE,
 ) -> None:
     """Compare the log-probs of all tokens but the first. `rounded`: published or served in 16 bits;
-    then `rounded_tolerance` is the largest mean error, in nats, unless the probe has another.
+    then `rounded_tolerance` is the largest mean error, in nats, else `exact_tolerance`, unless the
+    probe has another limit of this kind.
 
     Raises UnfitWeights for other log-probs than the trainer's, BrokenWeights for NaN or infinity.
     """
@@ -65,14 +67,17 @@ def check_probe(
         raise BrokenWeights(f"weights {version} gave a log-prob that is not finite")
     if probe is None:
         return
-    tolerance = probe.most_error or (rounded_tolerance if rounded else _TOLERANCE)
+    if rounded:
+        tolerance, setting = probe.most_error or rounded_tolerance, "probe_error"
+    else:
+        tolerance, setting = probe.most_exact_error or exact_tolerance, "probe_exact_error"
     errors = sorted(abs(a - b) for a, b in zip(logprobs, probe.logprobs, strict=True))
     counted = errors[: max(1, len(errors) - ceil(len(errors) / _LEFT_OUT))]
     error = fmean(counted)
     if not error <= tolerance:
         raise UnfitWeights(
             f"weights {version}: log-probs of the probe differ from the trainer's by {error:.3g} "
-            f"(mean), more than {tolerance}; the setting probe_error changes the limit"
+            f"(mean), more than {tolerance}; the setting {setting} changes the limit"
         )
 
 
@@ -80,15 +85,16 @@ def check_published(
     probe: Probe | None, logprobs: Sequence[float], *, version: int, tolerance: float
 ) -> None:
     """Compare the log-probs of a pass in float32, which rounds nothing, with the trainer's under
-    the published values, if the probe has them. `tolerance`: the largest mean error, in nats.
+    the published values, if the probe has them. `tolerance`: the largest mean error, in nats,
+    unless the probe has a limit of passes that round nothing.
 
-    Raises UnfitWeights as `check_probe`.
+    Raises UnfitWeights, BrokenWeights as `check_probe`.
     """
     if probe is not None and probe.published:
         check_probe(
             replace(probe, logprobs=probe.published),
             logprobs,
             version=version,
-            rounded=True,
-            rounded_tolerance=tolerance,
+            rounded=False,
+            exact_tolerance=tolerance,
         )

@@ -211,6 +211,7 @@ class Worker:
             weights_dir=weights_dir,
             weight_silence_s=silence_s,
             probe_error=0.0,
+            probe_exact_error=0.0,
             lease_ttl_s=10,
             bulk=bulk or BulkSettings(),
         )

@@ -33,6 +33,7 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from forge.runtime.weights.bulk import BulkClient
+from services.inference.config import InferenceConfig
 from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
 from services.inference.worker.discovery_entry import DiscoveryEntry
 from services.inference.worker.metrics import (
@@ -239,15 +240,15 @@ class WeightFollower:
 
     async def _load(self, fetch: WeightFetch, run: asyncio.Task[HeldWeights]) -> None:
         """Have the engine serve the version that `run` fetches; during the fetch if it can."""
-        version, most_error = fetch.announced.weight_version, self._context.config.probe_error
+        version, config = fetch.announced.weight_version, self._context.config
         load_arriving = getattr(self._engine, "load_arriving", None)
         arriving = await Arrival.begun(fetch, run, self.relay) if load_arriving else None
         if load_arriving is not None and arriving is not None:
-            probe = _probe_of(fetch.probe, most_error)
+            probe = _probe_of(fetch.probe, config)
             await load_arriving(arriving, version=version, probe=probe)
             return
         tensors = {tensor.name: tensor for tensor in (await run).tensors}
-        probe = _probe_of(fetch.probe, most_error)
+        probe = _probe_of(fetch.probe, config)
         await self._engine.load(tensors, version=version, probe=probe)
 
     def _fetch_of(self, announced: WeightAnnouncement) -> WeightFetch:
@@ -296,8 +297,9 @@ class WeightFollower:
         return newer and missing and not self._interrupted
 
 
-def _probe_of(probe: WeightProbe | None, most_error: float) -> Probe | None:
-    """Return a manifest's probe for the engine, None without a usable one."""
+def _probe_of(probe: WeightProbe | None, config: InferenceConfig) -> Probe | None:
+    """Return a manifest's probe, with the limits of the worker's settings, for the engine; None
+    without a usable one."""
     if probe is None or len(probe.ids) < 2 or len(probe.logprobs) != len(probe.ids) - 1:
         return None
     fits = len(probe.published) == len(probe.logprobs)
@@ -305,5 +307,6 @@ def _probe_of(probe: WeightProbe | None, most_error: float) -> Probe | None:
         ids=tuple(probe.ids),
         logprobs=tuple(probe.logprobs),
         published=tuple(probe.published) if fits else (),
-        most_error=most_error,
+        most_error=config.probe_error,
+        most_exact_error=config.probe_exact_error,
     )

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from forge.runtime.weights import WeightProbe
-from services.inference.engines.base import ModelLimits, Probe, UnfitWeights
+from services.inference.config import InferenceConfig
+from services.inference.engines.base import BrokenWeights, ModelLimits, Probe, UnfitWeights
 from services.inference.engines.probes import (
     check_probe,
     check_published,
@@ -48,12 +49,22 @@ def test_probe_of_two_tokens_has_one_error() -> None:
         check_probe(probe, [-2.1], version=1, rounded=False)
 
 
-def test_limit_of_the_setting_replaces_that_of_the_engine() -> None:
-    """And the refusal names the setting."""
-    probe = replace(PROBE, most_error=0.5)
-    check_probe(probe, found(wrong=15, error=0.49), version=1, rounded=False)
-    with pytest.raises(UnfitWeights, match=r"more than 0.5; the setting probe_error"):
-        check_probe(probe, found(wrong=15, error=0.51), version=1, rounded=True)
+@pytest.mark.parametrize(
+    ("probe", "rounded", "setting"),
+    [
+        (replace(PROBE, most_error=0.5), True, "probe_error"),
+        (replace(PROBE, most_exact_error=0.5), False, "probe_exact_error"),
+    ],
+)
+def test_limit_of_the_setting_replaces_that_of_the_engine(
+    probe: Probe, rounded: bool, setting: str
+) -> None:
+    """The refusal names the setting. The limit of the other kind of passes stays."""
+    check_probe(probe, found(wrong=15, error=0.49), version=1, rounded=rounded)
+    with pytest.raises(UnfitWeights, match=f"more than 0.5; the setting {setting} changes"):
+        check_probe(probe, found(wrong=15, error=0.51), version=1, rounded=rounded)
+    with pytest.raises(UnfitWeights, match="mean"):
+        check_probe(probe, found(wrong=15, error=0.49), version=1, rounded=not rounded)
 
 
 def test_log_probs_of_published_values_have_their_own_limit() -> None:
@@ -62,8 +73,13 @@ def test_log_probs_of_published_values_have_their_own_limit() -> None:
     right = [-3.0] * 15
     check_published(probe, right, version=1, tolerance=2e-4)
     check_published(PROBE, right, version=1, tolerance=2e-4)
-    with pytest.raises(UnfitWeights, match=r"differ from the trainer's by 0.0003 "):
-        check_published(probe, [-3.0003] * 15, version=1, tolerance=2e-4)
+    wide = replace(probe, most_error=1.0)
+    with pytest.raises(UnfitWeights, match=r"differ from the trainer's by 0.0003 .*exact_error"):
+        check_published(wide, [-3.0003] * 15, version=1, tolerance=2e-4)
+    exact = replace(probe, most_exact_error=4e-4)
+    check_published(exact, [-3.0003] * 15, version=1, tolerance=2e-4)
+    with pytest.raises(BrokenWeights):
+        check_published(exact, [float("nan")] * 15, version=1, tolerance=2e-4)
 
 
 @pytest.mark.parametrize(("context", "computed"), [(16, 15), (17, 16)])
@@ -77,9 +93,17 @@ def test_sampled_token_takes_the_place_of_the_last_one(context: int, computed: i
     assert probe.logprobs == PROBE.logprobs[: computed - 1]
 
 
-def test_probe_of_a_manifest_has_the_limit_of_the_worker() -> None:
+def test_probe_of_a_manifest_has_the_limits_of_the_worker() -> None:
     """0 leaves the engine's own."""
     published = WeightProbe(ids=[1, 2, 3], logprobs=[-1.0, -2.0])
-    for most_error in (0.0, 0.3):
-        probe = _probe_of(published, most_error)
-        assert probe is not None and probe.most_error == most_error
+    for config in (
+        InferenceConfig(),
+        InferenceConfig(probe_error=0.3),
+        InferenceConfig(probe_exact_error=0.01),
+    ):
+        probe = _probe_of(published, config)
+        assert probe is not None
+        assert (probe.most_error, probe.most_exact_error) == (
+            config.probe_error,
+            config.probe_exact_error,
+        )

@@ -9,7 +9,6 @@ Shape suffixes as in kv/attention.py; V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,7 +26,7 @@ from services.inference.engines.embedded.kv.attention import (
 )
 from services.inference.engines.embedded.memory_shortage import attempt
 from services.inference.engines.embedded.model.policy import Policy, StagedWeights
-from services.inference.engines.probes import check_probe, probe_ids
+from services.inference.engines.probes import check_probe, check_published, probe_ids
 
 _RETRY_AFTER_S = 1.0
 _ROUNDED_TOLERANCE = 0.12
@@ -75,7 +74,7 @@ def _check(policy: Policy, probe: Probe | None, staged: StagedWeights) -> None:
         rounded_tolerance=_ROUNDED_TOLERANCE,
     )
     if probe is not None and probe.published and staged.as_published:
-        _check_in_float32(policy, replace(probe, logprobs=probe.published))
+        _check_in_float32(policy, probe)
 
 
 def _check_in_float32(policy: Policy, probe: Probe) -> None:
@@ -90,13 +89,7 @@ def _check_in_float32(policy: Policy, probe: Probe) -> None:
         log.warning("float32_probe_not_computed", weight_version=policy.version, reason=reason)
         return
     assert tried.result is not None
-    check_probe(
-        probe,
-        tried.result,
-        version=policy.version,
-        rounded=True,
-        rounded_tolerance=_WIDE_TOLERANCE,
-    )
+    check_published(probe, tried.result, version=policy.version, tolerance=_WIDE_TOLERANCE)
 
 
 def _wide_logprobs(policy: Policy, ids: tuple[int, ...]) -> list[float]:

@@ -46,6 +46,7 @@ class Context:
             weights_dir="",
             weight_silence_s=60.0,
             probe_error=0.0,
+            probe_exact_error=0.0,
             lease_ttl_s=10,
             bulk=BulkSettings(),
         )
