@@ -303,7 +303,7 @@ class TensorSlice(_message.Message):
     FetchWeightsResponse.slices.
     """
     bulk_bytes: _builtins.int
-    """Above 0: `data` is empty, and this number of bytes follows on the connection of
+    """Above 0: `data` is empty, and this number of bytes, at most 4 MiB, follows on the connection of
     FetchWeightsResponse.bulk. Only in FetchWeightsResponse.slices.
     """
     @_builtins.property

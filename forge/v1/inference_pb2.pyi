@@ -1140,9 +1140,7 @@ class FetchWeightsResponse(_message.Message):
 
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlice]:
-        """Instead of both: slices of successive tensors, without checksums, together at most 1 MiB of data,
-        and with a bulk connection at most 2 MiB.
-        """
+        """Instead of both: slices of successive tensors, without checksums, together at most 1 MiB of data."""
 
     @_builtins.property
     def bulk(self) -> Global___BulkOffer:

@@ -46,11 +46,14 @@ def require_serializable(array: NamedTensor) -> None:
         )
 
 
+_EMPTY = memoryview(bytearray())
+
+
 class SliceAssembler:
     """Joins the slices of successive arrays."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._buffer = _EMPTY
         self._first = TensorSlice()
         self.pending_bytes = 0
         """Received bytes of the unfinished array."""
@@ -76,10 +79,8 @@ class SliceAssembler:
 
     def add_data(self, piece: TensorSlice, data: bytes, *, max_bytes: int) -> NamedTensor | None:
         """Add verified `data` of a slice; returns and raises what `add` does."""
-        # Through a view: an assignment to a bytearray copies other objects first.
-        with self.room(piece, len(data), max_bytes=max_bytes) as room:
-            room[:] = data
-        return self.filled(piece, len(data))
+        self.room(piece, len(data), max_bytes=max_bytes)[:] = data
+        return self.filled(piece.offset_bytes + len(data))
 
     def room(self, piece: TensorSlice, size_bytes: int, *, max_bytes: int) -> memoryview:
         """Return the memory of a slice's data, to be filled; raises what `add` does."""
@@ -103,29 +104,34 @@ class SliceAssembler:
                 f"{piece.name}: {size_bytes} bytes at {piece.offset_bytes} of "
                 f"{piece.whole_bytes} do not continue {self.pending_bytes} of {whole_bytes}"
             )
-        return memoryview(self._buffer)[piece.offset_bytes : end]
+        return self._buffer[piece.offset_bytes : end]
 
-    def filled(self, piece: TensorSlice, size_bytes: int) -> NamedTensor | None:
-        """Add a slice whose verified data is in its `room`; return the array at its last one."""
-        self.pending_bytes = piece.offset_bytes + size_bytes
-        if self.pending_bytes < len(self._buffer):
+    def filled(self, end: int) -> NamedTensor | None:
+        """Add the verified data in a `room` up to byte `end` of the array; return the array if it
+        is complete."""
+        self.pending_bytes = end
+        if end < len(self._buffer):
             return None
-        buffer, self._buffer, self.pending_bytes = self._buffer, bytearray(), 0
+        buffer, self._buffer, self.pending_bytes = self._buffer, _EMPTY, 0
         return self._array(buffer)
 
-    def _array(self, buffer: bytearray) -> NamedTensor:
+    def _array(self, buffer: memoryview) -> NamedTensor:
         first = self._first
         return NamedTensor(
             name=first.name,
             dtype=first.dtype,
             shape=tuple(first.shape),
-            data=memoryview(buffer).toreadonly(),
+            data=buffer.toreadonly(),
         )
 
 
-def _allocated(piece: TensorSlice) -> bytearray:
+def _allocated(piece: TensorSlice) -> memoryview:
+    # Processes that receive arrays have numpy; `forge status` imports this module without it.
+    import numpy as np
+
     try:
-        return bytearray(piece.whole_bytes)
+        # Not filled with zeros: slices before `pending_bytes` alone are read.
+        return np.empty(piece.whole_bytes, np.uint8).data
     except MemoryError:
         raise ResourceExhausted(
             f"{piece.name}: there is no memory for its {piece.whole_bytes} bytes"

@@ -26,6 +26,7 @@ from forge.runtime.weights.manifest import (
 )
 from forge.runtime.weights.segments import Segment
 from forge.runtime.weights.service import (
+    BULK_BYTES,
     FULL_NAME,
     GROUP_PARTS,
     Arriving,
@@ -40,6 +41,7 @@ from forge.runtime.weights.service import (
 
 __all__ = [
     "BROKEN_KEY",
+    "BULK_BYTES",
     "DEFAULT_POLICY",
     "DIRECTORY_WAY",
     "ERROR_KEY",

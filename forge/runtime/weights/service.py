@@ -28,7 +28,9 @@ from forge.v1.inference_pb2_grpc import WeightServiceServicer
 FULL_NAME = "forge.v1.WeightService"
 GROUP_PARTS = 1024
 """Most slices of one message."""
-_BULK_GROUP_BYTES = 2 * SLICE_BYTES
+_BULK_SLICES = 4
+BULK_BYTES = _BULK_SLICES * SLICE_BYTES
+"""Most data of one message that follows on a bulk connection; each slice has its digest."""
 _LEAST_BULK_BYTES = 16 << 10
 """Smaller slices are cheaper in the message."""
 
@@ -198,7 +200,9 @@ class WeightServicer(WeightServiceServicer):
         for at in range(request.from_tensor - held.first, len(held.tensors)):
             delta = None if from_byte else await self._delta(versions, request, at + held.first)
             if delta is None:
-                parts = parts_of(held.tensors[: at + 1], at, from_byte)
+                parts = parts_of(
+                    held.tensors[: at + 1], at, from_byte, slice_bytes=_most_bytes(request)
+                )
             else:
                 parts = delta_parts(held.tensors[at], delta, request.base_version)
             from_byte = 0
@@ -275,10 +279,11 @@ async def _messages(
     request: FetchWeightsRequest,
     tensors: Sequence[NamedTensor],
     *,
-    slice_bytes: int = SLICE_BYTES,
+    slice_bytes: int = 0,
 ) -> AsyncIterator[Message]:
     if request.slices:
-        parts = parts_of(tensors, request.from_tensor, request.from_byte, slice_bytes=slice_bytes)
+        most_bytes = slice_bytes or _most_bytes(request)
+        parts = parts_of(tensors, request.from_tensor, request.from_byte, slice_bytes=most_bytes)
         for message in _responses(request, _grouped(request, parts)):
             yield message
         return
@@ -318,19 +323,28 @@ def delta_parts(
 
 
 def _grouped(request: FetchWeightsRequest, parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Yield groups of limited size: many small tensors in one message."""
+    """Yield groups with at most `SLICE_BYTES` in the message: many small tensors in one."""
     return chunked(
         parts,
-        size_of=lambda part: len(part.data),
+        size_of=lambda part: len(part.data) * (1 if _follows(request, part) else _BULK_SLICES),
         max_items=GROUP_PARTS,
-        max_bytes=_BULK_GROUP_BYTES if request.bulk else SLICE_BYTES,
+        max_bytes=BULK_BYTES,
     )
+
+
+def _most_bytes(request: FetchWeightsRequest) -> int:
+    return BULK_BYTES if request.bulk else SLICE_BYTES
+
+
+def _follows(request: FetchWeightsRequest, part: Part) -> bool:
+    """Whether the data of a part follows on the bulk connection."""
+    return request.bulk and not part.base_version and len(part.data) >= _LEAST_BULK_BYTES
 
 
 def _responses(request: FetchWeightsRequest, groups: Iterable[list[Part]]) -> Iterator[Message]:
     for group in groups:
         if request.groups:
-            yield _group_message(group, bulk=request.bulk)
+            yield _group_message(request, group)
             continue
         for part in group:
             data = bytes(part.data)
@@ -338,13 +352,13 @@ def _responses(request: FetchWeightsRequest, groups: Iterable[list[Part]]) -> It
             yield Message(FetchWeightsResponse(slice=piece))
 
 
-def _group_message(group: Sequence[Part], *, bulk: bool) -> Message:
+def _group_message(request: FetchWeightsRequest, group: Sequence[Part]) -> Message:
     """One message; the caller has the digests of the manifest."""
     response, follows = FetchWeightsResponse(), []
     for part in group:
         # In place: a message in an argument is copied.
         piece = response.slices.add(**_fields(part))
-        if bulk and not part.base_version and len(part.data) >= _LEAST_BULK_BYTES:
+        if _follows(request, part):
             piece.bulk_bytes = len(part.data)
             follows.append(part.data)
         else:

@@ -20,6 +20,7 @@ from forge.runtime.settings.bulk_settings import BulkSettings
 from forge.runtime.weights import FULL_NAME, HeldWeights, WeightServicer
 from forge.runtime.weights.bulk import BulkServer, BulkStream
 from forge.runtime.weights.delta import DeltaEncoder
+from forge.runtime.weights.manifest import slices_of
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from tests.support.inference.weight_sources import (
@@ -115,13 +116,18 @@ def fetched_bytes(worker: Worker) -> int:
     return fetch.received_bytes if fetch is not None else 0
 
 
+def sliced(data: Sequence[memoryview]) -> list[memoryview]:
+    """Slices with a digest each."""
+    return [piece for one in data for piece in slices_of(one)]
+
+
 def halting(slices: int, stopped: asyncio.Event | None = None) -> Hook:
     """Send so many slices and half of the next one, then nothing."""
     left = slices
 
     async def hook(send: Send, data: Sequence[memoryview]) -> None:
         nonlocal left
-        for one in data:
+        for one in sliced(data):
             if not left:
                 await send([one[: len(one) // 2]])
                 if stopped is not None:

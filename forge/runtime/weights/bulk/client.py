@@ -53,8 +53,7 @@ class BulkClient:
             )
         except (OSError, ConfigError) as error:
             raise BulkUnreachable(f"{host}:{offer.port} cannot be used: {error}") from None
-        sock.settimeout(silence_s)
-        return BulkConnection(sock)
+        return BulkConnection(sock, silence_s=silence_s)
 
     def _open(self, host: str, offer: BulkOffer, *, timeout_s: float) -> socket.socket:
         context = self._security.client_context(host)

@@ -11,9 +11,16 @@ from forge.core.errors import DataLoss
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.tensors import SliceAssembler, parse
-from forge.runtime.weights import SLICE_BYTES, Part, TensorEntry, delta_parts, slice_digests
+from forge.runtime.weights import (
+    BULK_BYTES,
+    SLICE_BYTES,
+    Part,
+    TensorEntry,
+    delta_parts,
+    slice_digests,
+)
 from forge.runtime.weights import delta as delta_codec
-from forge.runtime.weights.bulk import BulkConnection
+from forge.runtime.weights.bulk import BulkConnection, BulkError
 from forge.runtime.weights.manifest import slices_of
 from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import TensorSlice
@@ -118,7 +125,8 @@ class WeightAssembly:
             elif self._entries:
                 entry = self._entries[len(self.tensors)]
                 _check_place(piece, len(data), entry, version=self.version)
-                _check(piece, xxh3_64_digest(data), len(data), entry, version=self.version)
+                start, digest = piece.offset_bytes, xxh3_64_digest(data)
+                _check(digest, start, len(data), entry, version=self.version)
                 self._keep(self._slices.add_data(piece, data, max_bytes=left_bytes))
             else:
                 self._keep(self._slices.add(piece, max_bytes=left_bytes))
@@ -146,19 +154,30 @@ class WeightAssembly:
             self._whole_bytes += len(tensor.data)
 
     async def _add_bulk(self, piece: TensorSlice, bulk: BulkConnection | None) -> None:
-        """Receive the data of a slice into its tensor."""
+        """Receive the data of adjacent slices into their tensor."""
         if bulk is None or not self._entries or piece.base_version:
             raise DataLoss(f"weights {self.version}: {piece.name}: no bulk data is expected here")
         size_bytes, entry = piece.bulk_bytes, self._entries[len(self.tensors)]
         _check_place(piece, size_bytes, entry, version=self.version)
         left_bytes = self.total_bytes - self._whole_bytes
-        # Not released: a cancelled receipt may still use it until its connection is closed.
         room = self._slices.room(piece, size_bytes, max_bytes=left_bytes)
-        digest = await bulk.receive(room)
-        _check(piece, digest, size_bytes, entry, version=self.version)
-        self.wire_bytes += size_bytes
-        self.bulk_bytes += size_bytes
-        self._keep(self._slices.filled(piece, size_bytes))
+        slices, digests = list(slices_of(room)), list[bytes]()
+        try:
+            await bulk.receive(slices, digests)
+        except BulkError:
+            self._fill(piece.offset_bytes, slices, digests)
+            raise
+        self._fill(piece.offset_bytes, slices, digests)
+
+    def _fill(self, start: int, slices: Sequence[memoryview], digests: Sequence[bytes]) -> None:
+        """Add received slices in their place. Raises `DataLoss` for a damaged one."""
+        entry = self._entries[len(self.tensors)]
+        for data, digest in zip(slices, digests, strict=False):
+            _check(digest, start, len(data), entry, version=self.version)
+            self.wire_bytes += len(data)
+            self.bulk_bytes += len(data)
+            start += len(data)
+            self._keep(self._slices.filled(start))
 
     async def _add_delta(self, piece: TensorSlice, data: bytes) -> None:
         """Raises `DataLoss` if the delta does not give the announced tensor."""
@@ -241,21 +260,20 @@ def _check_place(piece: TensorSlice, size_bytes: int, entry: TensorEntry, *, ver
     found = (piece.dtype, tuple(piece.shape), piece.whole_bytes)
     if found != announced:
         raise DataLoss(f"weights {version}: {entry.name} is {found}, announced is {announced}")
-    end = min(piece.offset_bytes + SLICE_BYTES, entry.size_bytes)
-    if piece.offset_bytes % SLICE_BYTES or piece.offset_bytes + size_bytes != end:
+    start, end = piece.offset_bytes, piece.offset_bytes + size_bytes
+    whole = end == entry.size_bytes or (size_bytes and not end % SLICE_BYTES)
+    most = BULK_BYTES if piece.bulk_bytes else SLICE_BYTES
+    if start % SLICE_BYTES or not whole or size_bytes > most:
         raise DataLoss(
-            f"weights {version}: {entry.name}: {size_bytes} bytes at {piece.offset_bytes} "
-            "are not a slice"
+            f"weights {version}: {entry.name}: {size_bytes} bytes at {start} are not a slice"
         )
 
 
-def _check(
-    piece: TensorSlice, digest: bytes, size_bytes: int, entry: TensorEntry, *, version: int
-) -> None:
+def _check(digest: bytes, start: int, size_bytes: int, entry: TensorEntry, *, version: int) -> None:
     """Compare a slice's digest with the manifest. Raises `DataLoss` that names it."""
-    number = piece.offset_bytes // SLICE_BYTES
+    number = start // SLICE_BYTES
     if digest != entry.digest(number):
         raise DataLoss(
             f"weights {version}: slice {number} of {entry.name} is damaged: its "
-            f"{size_bytes} bytes at {piece.offset_bytes} have another digest than announced"
+            f"{size_bytes} bytes at {start} have another digest than announced"
         )

@@ -14,7 +14,7 @@ import structlog
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.weights.bulk import BulkServer, BulkStream
-from tests.support.inference.bulk_sources import BulkSource, Send, bulk_source, halting
+from tests.support.inference.bulk_sources import BulkSource, Send, bulk_source, halting, sliced
 from tests.support.inference.weight_sources import Worker
 from tests.support.runtime.etcd import Certificates
 
@@ -48,7 +48,7 @@ async def test_damaged_slice_is_refused_and_arrives_over_grpc() -> None:
     left = [1]
 
     async def damage(send: Send, data: Sequence[memoryview]) -> None:
-        for one in data:
+        for one in sliced(data):
             if left[0]:
                 left[0] -= 1
                 await send([one])
