@@ -52,8 +52,8 @@ def encode(base: bytes | memoryview, new: bytes | memoryview, *, item_bytes: int
     """Return the delta from `base` to `new`, of equal length; None if it is not clearly smaller."""
     kind = _UINTS[item_bytes]
     old_items, new_items = np.frombuffer(base, kind), np.frombuffer(new, kind)
-    sampled = [old_items[run] != new_items[run] for run in _sampled_runs(len(new_items))]
-    if sum(map(np.count_nonzero, sampled)) > _MOST * sum(map(len, sampled)):
+    sampled = _sampled_runs(old_items) != _sampled_runs(new_items)
+    if np.count_nonzero(sampled) > _MOST * sampled.size:
         return None
     blocks: list[bytes] = []
     total_bytes = 0
@@ -71,10 +71,12 @@ def encode(base: bytes | memoryview, new: bytes | memoryview, *, item_bytes: int
     return b"".join(blocks) if total_bytes <= _MOST * len(new) else None
 
 
-def _sampled_runs(items: int) -> list[slice]:
+def _sampled_runs(items: Items) -> Items:
     """Evenly spread runs of elements; all elements of a small tensor."""
-    distance = max(_RUN_ITEMS, items // _SAMPLED_RUNS)
-    return [slice(start, start + _RUN_ITEMS) for start in range(0, items, distance)]
+    distance = len(items) // _SAMPLED_RUNS
+    if distance <= _RUN_ITEMS:
+        return items
+    return items[: distance * _SAMPLED_RUNS].reshape(_SAMPLED_RUNS, distance)[:, :_RUN_ITEMS]
 
 
 def apply(base: bytes | memoryview, delta: bytes | memoryview, *, item_bytes: int) -> bytearray:
