@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from forge.core.errors import InvalidArgument
+from forge.core.enum_words import enum_name
+from forge.core.errors import InvalidArgument, Unavailable
 from forge.core.sampling_limits import MIN_REPETITION_PENALTY, effective_temperature
 from forge.core.token_columns import (
     TOKEN_BYTES,
@@ -251,5 +252,9 @@ def write_finish(finish: Finish | None) -> FinishReason.ValueType:
 
 
 def read_finish(reason: FinishReason.ValueType) -> Finish | None:
-    """Decode a finish reason."""
+    """Decode a finish reason. Raises Unavailable for one that only a newer worker has: another
+    worker continues the answer behind its tokens."""
+    if reason not in _FROM_FINISH:
+        name = enum_name(FinishReason, reason)
+        raise Unavailable(f"a worker ended its answer with {name}, which this router does not know")
     return _FROM_FINISH[reason]

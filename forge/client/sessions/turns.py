@@ -9,19 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from forge.client.sessions.messages import Message, from_proto, to_proto
+from forge.core.enum_words import enum_word
 from forge.core.token_columns import float32_array, int32_array, int32_bytes
 from forge.v1 import common_pb2, gateway_pb2
-
-FinishReason = Literal["stop", "length", "aborted"]
-
-_FINISH: Mapping[int, FinishReason] = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_ABORTED: "aborted",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +46,8 @@ class Answer:
 
     message: dict[str, Any]
     """The assistant message, OpenAI-shaped: append it to the history as it is."""
-    finish_reason: FinishReason
+    finish_reason: str
+    """`stop`, `length` or `aborted`; one of a newer gateway by its number, such as `unknown_9`."""
     prompt_tokens: int
     sampled_tokens: int
     cached_tokens: int
@@ -79,7 +73,8 @@ class Sampled:
     ids: Sequence[int]
     logprobs: Sequence[float]
     weight_versions: Sequence[int]
-    finish_reason: FinishReason
+    finish_reason: str
+    """As of an `Answer`."""
     turn_index: int
 
 
@@ -157,7 +152,7 @@ def chat_pieces(response: gateway_pb2.ChatResponse) -> Iterator[str | Answer]:
     if response.HasField("message"):
         yield Answer(
             message=from_proto(response.message),
-            finish_reason=_FINISH[response.finish_reason],
+            finish_reason=enum_word(common_pb2.FinishReason, response.finish_reason),
             prompt_tokens=response.prompt_tokens,
             sampled_tokens=response.sampled_tokens,
             cached_tokens=response.cached_tokens,
@@ -202,6 +197,6 @@ class SampledColumns:
             ids=int32_array(bytes(self._ids)),
             logprobs=float32_array(bytes(self._logprobs)),
             weight_versions=int32_array(bytes(self._versions)),
-            finish_reason=_FINISH[response.finish_reason],
+            finish_reason=enum_word(common_pb2.FinishReason, response.finish_reason),
             turn_index=response.turn_index,
         )

@@ -105,6 +105,8 @@ class ScriptedGateway:
         self.unanswered = ""
         """What OpenSession tells of the last model call."""
         self.hold_after_first_word = False
+        self.finish_reason: Any = 0
+        """Number in the answers of gRPC; 0: as of this release."""
         """gRPC chats stop there, until the caller goes away."""
         self.aborted = asyncio.Event()
         """Set when a held caller has gone."""
@@ -233,7 +235,7 @@ class _Servicer(GatewayServiceServicer):
                     await asyncio.Event().wait()
         yield gateway_pb2.ChatResponse(
             message=to_proto(message),
-            finish_reason=common_pb2.FINISH_REASON_STOP,
+            finish_reason=self._gateway.finish_reason or common_pb2.FINISH_REASON_STOP,
             prompt_tokens=7,
             sampled_tokens=3,
             turn_index=len(session.requests) - 1,
@@ -251,7 +253,9 @@ class _Servicer(GatewayServiceServicer):
                     weight_versions=array("i", [5]).tobytes(),
                 )
             )
-        yield gateway_pb2.GenerateResponse(finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        yield gateway_pb2.GenerateResponse(
+            finish_reason=self._gateway.finish_reason or common_pb2.FINISH_REASON_LENGTH
+        )
 
     async def Annotate(self, request: Any, context: Any) -> Any:
         session = await self._session(context)

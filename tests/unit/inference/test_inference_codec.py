@@ -15,14 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.errors import ConfigError, DataLoss, FailedPrecondition, InvalidArgument
+from forge.core.errors import (
+    ConfigError,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    Unavailable,
+)
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.tokens import joined, split
 from forge.v1.common_pb2 import Grammar, SampledTokens, SamplingParams
 from forge.v1.inference_pb2 import FetchKvRequest, FetchKvResponse, SampleRequest
 from services.inference import codec, kv_codec
-from services.inference.engines.base import KvSpan, ModelLimits, Tokens
+from services.inference.engines.base import Finish, KvSpan, ModelLimits, Tokens
 from services.inference.engines.model_limits import read_limits
 
 LIMITS = ModelLimits(context_tokens=8, vocabulary=10)
@@ -132,6 +138,15 @@ def test_a_continued_answer_needs_the_rest_of_its_least_length(
     params = SamplingParams(max_tokens=9, min_tokens=6)
     rest = codec.sampling_of_rest(params, seed=1, max_tokens=room, sampled_tokens=sampled)
     assert rest.min_tokens == least
+
+
+def test_finish_reason_of_a_newer_worker_is_named_by_its_number() -> None:
+    """Another worker continues the answer; those of this release are read back."""
+    for finish in (*Finish, None):
+        assert codec.read_finish(codec.write_finish(finish)) is finish
+    newer: Any = 9
+    with pytest.raises(Unavailable, match="FINISH_REASON_UNKNOWN_9, which this router"):
+        codec.read_finish(newer)
 
 
 def test_sampled_tokens_are_read_back() -> None:

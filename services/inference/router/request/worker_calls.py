@@ -195,6 +195,7 @@ class WorkerCalls:
             raise Unavailable(f"{worker.instance_id} ended its stream without a finish reason")
 
     def _end(self, response: pb.DecodeResponse) -> None:
+        """Raises Unavailable for a finish reason that this release does not know."""
         self.answer.finish = codec.read_finish(response.finish_reason)
         self.timings.queue_s += response.queue_s
         self.timings.decode_s += response.decode_s

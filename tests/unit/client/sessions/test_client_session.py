@@ -148,6 +148,18 @@ async def test_generate_takes_and_returns_token_ids(
     assert sampled.finish_reason == "length"
 
 
+async def test_finish_reason_of_a_newer_gateway_arrives_by_its_number(
+    gateway: ScriptedGateway, connected: Any
+) -> None:
+    """With the whole answer, which the agent may use."""
+    gateway.finish_reason = 9
+    async with connected() as session:
+        answer = await session.chat(QUESTION)
+        sampled = await session.generate([5])
+    assert (answer.text, answer.finish_reason) == ("it is 4", "unknown_9")
+    assert (list(sampled.ids), sampled.finish_reason) == ([5], "unknown_9")
+
+
 async def test_normal_end_seals_the_trajectory(gateway: ScriptedGateway, connected: Any) -> None:
     """Leaving the block closes the session with its annotations."""
     async with connected() as session:

@@ -14,6 +14,7 @@ from forge.runtime.rpc.channel import Channels
 from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from services.inference import codec
+from services.inference.engines.base import Finish
 from services.inference.router.fleet.fleet import SUSPECT_S
 from services.inference.worker.service import DecodeServicer
 from tests.support.inference.both_workers import Engine, cluster
@@ -62,6 +63,35 @@ async def test_failed_call_is_made_again(failing: str, streams: bool) -> None:
         served.engine.failing = [failing]
         assert await served.answer() == ([4, 5, 6, 7, 8], FINISH_REASON_LENGTH)
         assert served.engine.calls.count("prefill") == 2
+        assert await served.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "ids", "finish"),
+    [
+        ({}, [4, 5, 6, 7, 8], FINISH_REASON_LENGTH),
+        ({"max_tokens": 1}, [4], FINISH_REASON_LENGTH),
+        ({"stop_token_ids": [4]}, [4], FINISH_REASON_STOP),
+    ],
+)
+@both_ways
+async def test_finish_reason_of_a_newer_worker_loses_no_token(
+    sampling: dict[str, Any],
+    ids: list[int],
+    finish: int,
+    streams: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The router has the tokens of the answer, and finds by itself that they are complete."""
+    write_finish, newer = codec.write_finish, [9]
+
+    def write(found: Finish | None) -> Any:
+        return newer.pop() if found is not None and newer else write_finish(found)
+
+    monkeypatch.setattr(codec, "write_finish", write)
+    async with cluster(streams=streams) as served:
+        assert await served.answer(**sampling) == (ids, finish)
+        assert not newer
         assert await served.is_idle()
 
 
