@@ -5,6 +5,7 @@ Owns the claims of both tokens; the settings and the task decide them.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,24 @@ from forge.runtime.security.tokens import Claims, Keyring, new_token_id
 from forge.v1 import common_pb2, scheduler_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.state.messages.rollouts import Grant
+
+_REST_BYTES = 4 << 10
+"""Most bytes of a lease besides its task and the variable claims of its tokens: each task or
+trajectory id has at most 222."""
+
+
+def lease_bytes(task: common_pb2.Task, config: SchedulerConfig) -> int:
+    """Return an upper bound of the size of a lease, in bytes."""
+    kwargs = template_kwargs(task, config)
+    claims = json.dumps([kwargs, task.domain, task.user, *task.models])
+    # Both tokens have the claims in base 64.
+    return task.ByteSize() + _REST_BYTES + 2 * len(claims) * 4 // 3
+
+
+def template_kwargs(task: common_pb2.Task, config: SchedulerConfig) -> str:
+    """Return the variables of the chat template: the domain's, and those of the task over them."""
+    of_domain = config.domain_chat_template_kwargs.get(task.domain, "")
+    return kwargs_json(merged(of_domain, task.chat_template_kwargs_json))
 
 
 def rollout_lease(
@@ -34,12 +53,7 @@ def rollout_lease(
         pool_shard=grant.pool_shard,
         context_tokens=config.domain_context_tokens.get(grant.task.domain, 0),
         agent_rewards=grant.task.agent_rewards,
-        chat_template_kwargs=kwargs_json(
-            merged(
-                config.domain_chat_template_kwargs.get(grant.task.domain, ""),
-                grant.task.chat_template_kwargs_json,
-            )
-        ),
+        chat_template_kwargs=template_kwargs(grant.task, config),
         sampling=sampling_policy(grant.task, config.domain_sampling),
         models=tuple(grant.task.models),
         expires_unix_s=time.time() + config.session_ttl_s,

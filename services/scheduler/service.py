@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from forge.client.scheduler import START_KEY
@@ -32,7 +33,7 @@ from services.scheduler.groups.batch_groups import (
 from services.scheduler.groups.group_listing import list_groups
 from services.scheduler.groups.rollout_results import settle_results
 from services.scheduler.leadership.term import LeaderContext, Term
-from services.scheduler.rollout_leases import rollout_lease
+from services.scheduler.rollout_leases import lease_bytes, rollout_lease
 from services.scheduler.state.draining_runners import IsDraining, SetRunnerDraining
 from services.scheduler.state.messages.batches import (
     ApplyRelease,
@@ -135,6 +136,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             ),
             abilities=validation.check_abilities(request),
             start_id=request.start_id,
+            lease_bytes=partial(lease_bytes, config=self._config),
         )
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
         grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()

@@ -295,6 +295,7 @@ class QueueActor(Actor):
             max_rollouts=request.max_rollouts,
             now_s=self._clock(),
             able=request.abilities,
+            lease_bytes=request.lease_bytes,
         )
         return grants or None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
@@ -39,8 +39,8 @@ from services.scheduler.state.settled_groups import SettledGroups
 from services.scheduler.state.stalls import Watch
 from services.scheduler.state.task_catalog import STATES, Catalog
 
-MAX_GRANT_BYTES = 3 << 20
-"""Most bytes of tasks in one answer, below the limit of a gRPC message."""
+MAX_GRANT_BYTES = (4 << 20) - MAX_PAYLOAD_BYTES - (512 << 10)
+"""Bytes of leases after which an answer gets no other: a message has room for the largest one."""
 RETRY_FULL_S = 5.0
 
 
@@ -196,19 +196,25 @@ class TermState:
     # Rollouts
 
     def grant(
-        self, *, runner_id: str, max_rollouts: int, now_s: float, able: Abilities = ANY
+        self,
+        *,
+        runner_id: str,
+        max_rollouts: int,
+        now_s: float,
+        able: Abilities = ANY,
+        lease_bytes: Callable[[common_pb2.Task], int] = common_pb2.Task.ByteSize,
     ) -> tuple[Grant, ...]:
-        """The next rollouts, up to the size of one answer."""
+        """The next rollouts, up to the size of one answer; `lease_bytes` bounds that of a lease."""
         grants: list[Grant] = []
         size_bytes = 0
-        while len(grants) < max_rollouts and size_bytes < MAX_GRANT_BYTES - MAX_PAYLOAD_BYTES:
+        while len(grants) < max_rollouts and size_bytes < MAX_GRANT_BYTES:
             claims = self.queue.rollouts.lease(
                 runner_id=runner_id, max_rollouts=1, now_s=now_s, able=able
             )
             if not claims:
                 break
             task = self.catalog.task(claims[0].task_id)
-            size_bytes += task.ByteSize()
+            size_bytes += lease_bytes(task)
             grants.append(
                 Grant(
                     trajectory_id=claims[0].trajectory_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forge.core.queue.dispatch.failures import FailureKind
@@ -26,6 +26,8 @@ class LeaseRollouts:
     max_rollouts: int
     abilities: Abilities = ANY
     start_id: str = ""
+    lease_bytes: Callable[[common_pb2.Task], int] = common_pb2.Task.ByteSize
+    """Upper bound of the size of a task's lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
