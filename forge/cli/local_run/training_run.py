@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from forge.cli.command_exit import console, say
 from forge.cli.local_run.campaign import Campaign, CampaignResult
 from forge.cli.local_run.dataset import held_out_tasks
+from forge.cli.local_run.disk_watch import DiskWatch, full_below
 from forge.cli.local_run.display import (
     RunDisplay,
     evaluations_table,
@@ -36,6 +37,7 @@ from forge.cli.settings_doctor import disk
 from forge.client.operator import Operator
 from forge.client.task_files import write_tasks
 from forge.core.errors import ForgeError, InvalidArgument
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Coordinator
 from forge.runtime.rpc import Channels
 from forge.runtime.security.credentials import Security
@@ -325,7 +327,13 @@ async def running(
                 display.say(types)
             if stack.console:
                 display.say(f"Console {stack.console}")
-            yield stack, coordinator, channels
+            directory, needed = plan.directory.path, full_below(plan.settings)
+            watch = DiskWatch(directory, full_below=needed, say=display.say)
+            watching = asyncio.create_task(watch.run())
+            try:
+                yield stack, coordinator, channels
+            finally:
+                await cancel_and_wait(watching)
         finally:
             await channels.close()
             await coordinator.close()
