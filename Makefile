@@ -206,7 +206,7 @@ test-engines: setup .venv-vllm/.installed  ## The contract of engines on vLLM, s
 GPU_PYTHON ?= $(PY)
 test-gpu-engine:  ## The embedded engine on a GPU: its own tests, and the contract of engines
 	@FORGE_ENGINES_DEVICE=cuda:0 $(GPU_PYTHON) -m pytest --noconftest tests/gpu/test_gpu_engine.py tests/unit/inference/engines/embedded/model/test_inference_probe_faults.py \
-		$(addprefix tests/contract/test_contract_,both.py cuts.py drafts.py early_handoff.py engines.py grammars.py groups.py handoff.py kv_store.py memory.py min_tokens.py passes.py recurrent.py refusals.py routes.py slow_store.py swaps.py top_logprobs.py wrong_weights.py)
+		$(addprefix tests/contract/test_contract_,both.py cuts.py drafts.py early_handoff.py engines.py grammars.py groups.py handoff.py kv_store.py memory.py min_tokens.py moved_requests.py passes.py recurrent.py refusals.py routes.py slow_store.py stored_routes.py swaps.py top_logprobs.py wrong_weights.py)
 
 protos: .venv-protos/.installed  ## Regenerate the committed stubs in forge/v1
 	@PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -Iprotos \
