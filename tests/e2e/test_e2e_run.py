@@ -231,8 +231,8 @@ async def test_resumed_run_continues_and_prints_the_table(observed: Observed) ->
 
 
 async def test_workers_of_the_trainers_host_share_its_memory(observed: Observed) -> None:
-    """All versions but those of a start come that way; gRPC serves where a worker is not in
-    discovery yet."""
+    """All versions but those of a start come that way; a worker that is not in discovery yet has a
+    bulk connection."""
     ways = [
         way
         for log in (observed.run.directory / "logs").glob("*.log")
@@ -240,7 +240,7 @@ async def test_workers_of_the_trainers_host_share_its_memory(observed: Observed)
         if "weights_swapped" in line
         for way in re.findall(r"way\W{1,4}(\w+)", line)
     ]
-    assert set(ways) == {"grpc", "memory"} and ways.count("memory") > ways.count("grpc"), ways
+    assert set(ways) == {"bulk", "memory"} and ways.count("memory") > ways.count("bulk"), ways
 
 
 async def test_one_sample_is_one_trace_through_every_service(observed: Observed) -> None:

@@ -19,9 +19,11 @@ import pytest
 from forge.core.errors import DeadlineExceeded, Unavailable, UnsupportedByEngines
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.coordination import Instance
-from forge.runtime.rpc.channel import CHANNEL_OPTIONS
+from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import CHUNK_BYTES
 from forge.runtime.rpc.status import ERROR_KEY
+from forge.runtime.security.credentials import Security
+from forge.runtime.security.tokens import Keyring
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import (
@@ -133,18 +135,6 @@ class Worker(rpc.PrefillServiceServicer, rpc.DecodeServiceServicer):
             )
 
 
-class Channels:
-    """As `forge.runtime.rpc.channel.Channels`, without credentials."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, grpc.aio.Channel] = {}
-
-    def get(self, address: str) -> grpc.aio.Channel:
-        if address not in self.made:
-            self.made[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return self.made[address]
-
-
 @dataclass(frozen=True)
 class Routed:
     """A router in front of a worker."""
@@ -197,8 +187,9 @@ async def routed(worker: Worker, **metadata: str) -> AsyncIterator[Routed]:
     rpc.add_WorkerServiceServicer_to_server(servicer, server)
     worker.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    actors, channels = ActorSystem("test"), Channels()
-    streams = WorkerStreams(cast(Any, channels))
+    actors = ActorSystem("test")
+    channels = Channels(Security(Keyring.from_bytes(b"k" * 32)))
+    streams = WorkerStreams(channels)
     discoveries = [
         SimpleNamespace(
             kind=kind,
@@ -227,8 +218,7 @@ async def routed(worker: Worker, **metadata: str) -> AsyncIterator[Routed]:
     yield Routed(router, streams, discoveries, silent)
     await actors.stop()
     await streams.close()
-    for channel in channels.made.values():
-        await channel.close()
+    await channels.close()
     await server.stop(None)
 
 
