@@ -4,11 +4,11 @@ from 1."""
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from forge.core.errors import InvalidArgument
+from forge.core.strict_json import DECODER
 
 
 def read_json_lines(file: Path) -> list[tuple[int, Any]]:
@@ -30,7 +30,7 @@ def parsed_json(text: str, place: str) -> Any:
     """Return a value of JSON that programs in all languages read: without NaN, infinite numbers and
     half surrogate pairs. Raises InvalidArgument, which begins with `place`."""
     try:
-        value = _DECODER.decode(text)
+        value = DECODER.decode(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -44,18 +44,3 @@ def parsed_json(text: str, place: str) -> Any:
         raise InvalidArgument(f"{place} is not JSON: {error}") from None
     except RecursionError:
         raise InvalidArgument(f"{place} is nested too deeply") from None
-
-
-def _refuse(constant: str) -> NoReturn:
-    # Only Python reads it; an agent in another language could not read its task.
-    raise ValueError(f"{constant} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text:.40} is too large for a number")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)

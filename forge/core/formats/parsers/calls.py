@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from forge.core.formats.base import CallDelta, Tools
+from forge.core.strict_json import DECODER
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _ALL_TYPES = {"null", "boolean", "integer", "number", "array", "object"}
@@ -61,7 +62,7 @@ def read_json_at(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that begins at `at`, white space aside, and where it ends."""
     start = at + len(text[at:]) - len(text[at:].lstrip())
     try:
-        return _DECODER.raw_decode(text, start)
+        return DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise MalformedCall(f"a tool call that is not JSON: {error}"[:200]) from None
 
@@ -162,17 +163,3 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{digits[:40]} is too large a number")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
