@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -56,6 +56,25 @@ def check(answer: Answer, model: Any, ids: list[int], *, start: int) -> None:
     found, expected = rows(answer.routes), chosen(model, ids + answer.ids[:-1])[start:]
     assert found.shape == expected.shape == (len(ids) + len(answer.ids) - 1 - start, 2, 2)
     assert (found != expected).any((1, 2)).sum() <= 1
+
+
+def stored_experts(
+    start: Callable[..., AbstractAsyncContextManager[Pair]], folder: Path
+) -> Callable[[], AbstractAsyncContextManager[Pair]]:
+    """Each call starts an engine with experts anew, with one store of keys and values."""
+    store = KvStoreOptions(directory=str(folder / "kv"), max_bytes=64 << 20, block_tokens=16)
+    engines.ROUTED.save_pretrained(folder / "model")
+
+    @asynccontextmanager
+    async def started() -> AsyncIterator[Pair]:
+        async with start(folder / "model", kv_store=store) as pair:
+            await pair.load(published(reference("qwen3_moe")), version=1)
+            yield pair
+            await pair.prefill.close()
+            if not pair.is_one:
+                await pair.decode.close()
+
+    return started
 
 
 async def test_experts_are_those_of_a_full_forward(pair: Pair) -> None:
@@ -132,18 +151,7 @@ async def test_experts_are_stored_with_keys_and_values(
     """A restarted engine has the experts of prompt and answer from the store; those of the block
     with the end of the prompt, which decode stores, come with the hand-off."""
     model, ids = reference("qwen3_moe"), prompt_ids(70)
-    folder = tmp_path / "model"
-    engines.ROUTED.save_pretrained(folder)
-    store = KvStoreOptions(directory=str(tmp_path / "kv"), max_bytes=64 << 20, block_tokens=16)
-
-    @asynccontextmanager
-    async def started() -> AsyncIterator[Pair]:
-        async with engines.SEPARATE[engine](folder, kv_store=store) as pair:
-            await pair.load(published(model), version=1)
-            yield pair
-            await pair.prefill.close()
-            await pair.decode.close()
-
+    started = stored_experts(engines.SEPARATE[engine], tmp_path)
     async with started() as pair, joined(pair) as workers:
         first = await (workers.sample(ids) if over_a_wire else pair.sample(ids))
     async with started() as pair:
