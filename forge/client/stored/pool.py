@@ -17,6 +17,7 @@ from typing import Any
 from forge.client.retry import Patience
 from forge.core.errors import DataLoss, ForgeError, InvalidArgument, NotFound
 from forge.core.trajectory import parse_trajectory_id
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.chunks import Joiner
@@ -225,9 +226,7 @@ class PoolReader:
                     raise response
                 yield response
         finally:
-            for task in tails:
-                task.cancel()
-            await asyncio.gather(*tails, return_exceptions=True)
+            await cancel_and_wait(*tails)
 
     async def compact(
         self, shard: str, *, data_dir: str = ""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.telemetry import log
 from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.messages.rollouts import CheckExpired, Report, SettleRollouts
@@ -44,10 +45,7 @@ class ExpiredLeaseActor(Actor):
 
     async def stopped(self) -> None:
         """Cancels the checks."""
-        checks = tuple(self._checks.values())
-        for check in checks:
-            check.cancel()
-        await asyncio.gather(*checks, return_exceptions=True)
+        await cancel_and_wait(*self._checks.values())
 
     async def _check(self, shard: str, trajectory_ids: Sequence[str]) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import Actor
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.telemetry import log
 from services.scheduler.shards.pool_shards import GroupStateChange, PoolShards
 from services.scheduler.state.messages.groups import StoreFinalStates
@@ -48,9 +49,7 @@ class OutcomeWriter(Actor):
         writers = tuple(self._writers.values())
         if writers:
             await asyncio.wait(writers, timeout=LAST_WRITES_S)
-        for writer in writers:
-            writer.cancel()
-        await asyncio.gather(*writers, return_exceptions=True)
+        await cancel_and_wait(*writers)
 
     async def _write(self, shard: str) -> None:
         try:

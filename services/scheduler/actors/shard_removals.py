@@ -18,6 +18,7 @@ from forge.core.placement.sharding import choose_shard
 from forge.core.queue.groups import Phase
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Coordinator
 from forge.runtime.coordination.shard_record import RETIRED, mark_gone, read_record
 from forge.runtime.telemetry import log
@@ -81,9 +82,7 @@ class ShardRemovals(Actor):
     async def stopped(self) -> None:
         """Ends the task; the next leader continues."""
         metrics.GROUPS_TO_MOVE.set(0)
-        if self._retiring is not None:
-            self._retiring.cancel()
-            await asyncio.gather(self._retiring, return_exceptions=True)
+        await cancel_and_wait(self._retiring)
 
     async def receive(self, message: Any) -> Any:
         """Handles RetireShard and DeclareShardLost."""
