@@ -113,8 +113,8 @@ class RouterActor(Actor):
         await cancel_and_wait(*self._watches)
         self._queue.close()
 
-    async def receive(self, message: Any) -> Any:  # noqa: C901
-        """Handle one message; see the module for their order."""
+    async def receive(self, message: Any) -> Any:
+        """Handle one message; see the module for the order of a request's."""
         match message:
             case Admit(admission=admission, needs=needs):
                 # Now, not at the end of the queue.
@@ -138,11 +138,18 @@ class RouterActor(Actor):
             case Abandoned(placement=placement):
                 if placement.chosen is not None:
                     self._release(placement)
+            case Leave(admission=admission):
+                self._queue.leave(admission)
+            case _:
+                return self._observe(message)
+        return None
+
+    def _observe(self, message: Any) -> Any:
+        """Messages about the fleet."""
+        match message:
             case TokensSampled(tokens=tokens):
                 self._throughput.add(tokens, self._clock())
                 SAMPLED_TOKENS.inc(tokens)
-            case Leave(admission=admission):
-                self._queue.leave(admission)
             case FleetChanged():
                 self._refresh()
             case HoldChanged(newest=newest):
