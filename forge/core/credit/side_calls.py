@@ -18,29 +18,17 @@ LINE_CHARS = 16
 class Call(Protocol):
     """The part of a recorded turn that the rule reads; `forge.v1.Turn` has it."""
 
-    @property
-    def parent_turn(self) -> int:
-        """Turn that this one extends, or -1."""
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Tokens shared with the parent's sequence."""
-
-    @property
-    def offers_tools(self) -> bool:
-        """Whether the request had tools."""
-
-    @property
-    def system_digest(self) -> bytes:
-        """Names the system prompt; empty without one."""
-
-    @property
-    def messages_json(self) -> str:
-        """The new messages of the request and the answer; "" if they are not on record."""
-
-    @property
-    def train(self) -> bool:
-        """Label by the agent, if there is one."""
+    parent_turn: int
+    """Turn that this one extends, or -1."""
+    prefix_tokens: int
+    """Tokens shared with the parent's sequence."""
+    offers_tools: bool
+    system_digest: bytes
+    """Names the system prompt; empty without one."""
+    messages_json: str
+    """The new messages of the request and the answer; "" if they are not on record."""
+    train: bool
+    """Label by the agent, if there is one."""
 
     def HasField(self, field_name: Literal["train"], /) -> bool:  # noqa: N802
         """Whether the agent has said so."""
