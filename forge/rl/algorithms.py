@@ -27,7 +27,7 @@ SEQUENCE_RATIOS = ("gspo", "rloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
+class Algorithm:
     """Defaults of an algorithm."""
 
     clip_low: float = 0.0
@@ -42,25 +42,27 @@ class Preset:
     """A critic computes advantages from returns: baseline and spread must be none."""
 
 
-PRESETS: Mapping[str, Preset] = {
-    "cispo": Preset(),
-    "grpo": Preset(clip_low=0.2, clip_high=0.2, normalization="sequence", spread="group"),
-    "dr_grpo": Preset(
+PRESETS: Mapping[str, Algorithm] = {
+    "cispo": Algorithm(),
+    "grpo": Algorithm(clip_low=0.2, clip_high=0.2, normalization="sequence", spread="group"),
+    "dr_grpo": Algorithm(
         clip_low=0.2, clip_high=0.2, normalization="global", normalization_tokens=1024
     ),
-    "dapo": Preset(clip_low=0.2, clip_high=0.28, spread="group"),
-    "gspo": Preset(clip_low=3e-4, clip_high=4e-4, normalization="sequence", spread="group"),
-    "rloo": Preset(clip_low=0.2, clip_high=0.2, normalization="global", baseline="leave_one_out"),
-    "reinforce_pp": Preset(clip_low=0.2, clip_high=0.2, baseline="batch_mean", spread="batch"),
-    "reinforce": Preset(),
-    "ppo": Preset(clip_low=0.2, clip_high=0.2, baseline="none", critic=True),
-    "ppo_clip": Preset(clip_low=0.2, clip_high=0.2),
+    "dapo": Algorithm(clip_low=0.2, clip_high=0.28, spread="group"),
+    "gspo": Algorithm(clip_low=3e-4, clip_high=4e-4, normalization="sequence", spread="group"),
+    "rloo": Algorithm(
+        clip_low=0.2, clip_high=0.2, normalization="global", baseline="leave_one_out"
+    ),
+    "reinforce_pp": Algorithm(clip_low=0.2, clip_high=0.2, baseline="batch_mean", spread="batch"),
+    "reinforce": Algorithm(),
+    "ppo": Algorithm(clip_low=0.2, clip_high=0.2, baseline="none", critic=True),
+    "ppo_clip": Algorithm(clip_low=0.2, clip_high=0.2),
 }
-CUSTOM = Preset()
+CUSTOM = Algorithm()
 """Defaults of a custom loss."""
 
 
-def preset(algorithm: str) -> Preset:
+def preset(algorithm: str) -> Algorithm:
     """The preset of a name or of `package.module:function`. Raises `InvalidArgument`."""
     if algorithm in PRESETS:
         return PRESETS[algorithm]

@@ -26,7 +26,7 @@ from services.console.data.trajectories.token_values import TokenValuesCache
 from services.console.data.trajectories.trajectory_cache import TrajectoryCache
 from services.console.data.trajectories.trajectory_list import TrajectoryList
 from services.console.data.weights_view import WeightsView
-from services.console.http.access import Access
+from services.console.http.access import AccessRules
 from services.console.http.actions import Actions
 from services.console.http.events import Viewers
 from services.console.http.server import HttpServer, Sources
@@ -77,7 +77,7 @@ class ConsoleApp:
                 timeout_s=config.action_timeout_s,
             ),
         )
-        access = Access(config, context.security)
+        access = AccessRules(config, context.security)
         self._http = HttpServer(config, access, sources)
         tls = context.security.http_context(config.host)
         port = await self._http.start(tls)

@@ -94,7 +94,7 @@ def _read(file: int) -> tuple[bytes, Token] | None:
     return (state, digest) if hashlib.sha256(state).digest() == digest else None
 
 
-class Meeting(DynamicRendezvousHandler):
+class HostMeeting(DynamicRendezvousHandler):
     """torch's rendezvous, which outlives a host."""
 
     def get_backend(self) -> str:
@@ -129,11 +129,11 @@ def _end_alone(agent: SimpleElasticAgent) -> None:
     """In place of torchrun's wait for the other hosts: the supervisor starts this one again."""
 
 
-def make_meeting(params: RendezvousParameters) -> Meeting:
+def make_meeting(params: RendezvousParameters) -> HostMeeting:
     """The rendezvous at an endpoint, with torch's options for `c10d`. Raises
     `RendezvousConnectionError`."""
     store, backend = _place(params)
-    return Meeting.from_backend(  # type: ignore[no-any-return]
+    return HostMeeting.from_backend(  # type: ignore[no-any-return]
         params.run_id,
         store,
         backend,

@@ -104,7 +104,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class MemorySettings:
     """Settings that determine memory."""
 
     shape: MeshShape
@@ -284,7 +284,7 @@ def kept_bytes(model: Any, tokens: int, *, bfloat16: bool) -> int:
     return sum(kept.values())
 
 
-def estimate(size: ModelSize, run: Run) -> Estimate:
+def estimate(size: ModelSize, run: MemorySettings) -> Estimate:
     """The memory of one rank; `size` is that of one of the run's parts."""
     assert all(one.parts == run.shape.tp for one in (size, *run.frozen))
     shards, held = run.shape.shards, _held(size, run.shape)
@@ -340,7 +340,7 @@ def _frozen_bytes(size: ModelSize, shape: MeshShape, narrow: float) -> float:
     return _held(size, shape).bytes + (units if shape.shards > 1 else 0.0)
 
 
-def fitting(size: ModelSize, run: Run, *, device_bytes: float) -> Run | None:
+def fitting(size: ModelSize, run: MemorySettings, *, device_bytes: float) -> MemorySettings | None:
     """The settings nearest to `run` that fit into a device with as many ranks; None if none do.
 
     `mesh.tp` stays. Shards first, then recomputed activations, then more ranks per tree.
@@ -350,7 +350,7 @@ def fitting(size: ModelSize, run: Run, *, device_bytes: float) -> Run | None:
     )
 
 
-def _alternatives(run: Run) -> Iterator[Run]:
+def _alternatives(run: MemorySettings) -> Iterator[MemorySettings]:
     tp = run.shape.tp
     ranks = run.shape.ranks // tp
     yield run

@@ -21,7 +21,15 @@ from forge.core.errors import ForgeError, InvalidArgument
 from forge.rl.config import OPTIMIZERS
 from forge.runtime.process.host_check import require_model
 from forge.runtime.settings.arguments import COUNT, NATURAL, POSITIVE, SHARE, OneLineParser
-from services.trainer.memory_plan import GIB, Estimate, ModelSize, Run, estimate, fitting, size_of
+from services.trainer.memory_plan import (
+    GIB,
+    Estimate,
+    MemorySettings,
+    ModelSize,
+    estimate,
+    fitting,
+    size_of,
+)
 from services.trainer.mesh import MeshSettings
 from services.trainer.model.lora import ALL_LINEAR
 from services.trainer.setting_tables import LoraSettings
@@ -43,7 +51,7 @@ def plan(options: argparse.Namespace) -> str:
         cp=options.cp,
         tp=options.tp,
     )
-    run = Run(
+    run = MemorySettings(
         shape=mesh.shape(options.world),
         context=options.context,
         bfloat16=bfloat16,
@@ -95,7 +103,7 @@ def _of_model(size: ModelSize) -> str:
     )
 
 
-def _table(found: Estimate, run: Run) -> list[str]:
+def _table(found: Estimate, run: MemorySettings) -> list[str]:
     shape = run.shape
     title = (
         f"GiB of a rank (mesh.dp_replicate = {shape.dp_replicate}, mesh.dp_shard = "
@@ -107,7 +115,7 @@ def _table(found: Estimate, run: Run) -> list[str]:
     return [title, *(f"  {name:<12}{value / GIB:>10.2f}" for name, value in rows)]
 
 
-def _remedy(size: ModelSize, run: Run, device_bytes: float) -> str:
+def _remedy(size: ModelSize, run: MemorySettings, device_bytes: float) -> str:
     ranks = run.shape.ranks
     while ranks <= MOST_RANKS:
         tp = run.shape.tp

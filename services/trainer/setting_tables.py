@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from forge.core.credit.advantages import SPREAD_FLOOR, AdvantageRules, Baseline, Spread
 from forge.core.errors import InvalidArgument
-from forge.rl.algorithms import Preset
+from forge.rl.algorithms import Algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class AdvantageSettings:
     refill_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
     """Longest wait for refill groups; then the batch is trained without them."""
 
-    def rules(self, own: Preset) -> AdvantageRules:
+    def rules(self, own: Algorithm) -> AdvantageRules:
         """The settings with `auto` replaced by the values of the algorithm's preset."""
         return AdvantageRules(
             baseline=own.baseline if self.baseline == "auto" else self.baseline,

@@ -18,7 +18,7 @@ from forge.runtime.rpc.status import translated
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import pool_pb2
 from services.pool.replication.replica_set import ReplicaSet
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.leadership.lineage import ELECTION, Lineage
 from tests.support.pool.records import make_group
@@ -179,7 +179,7 @@ def saved(store: CheckpointStore, lineage: Lineage, step: int) -> Path:
         lambda folder: (folder / "weights").touch(),
         step=step,
         weight_version=step,
-        history=History(),
+        history=CheckpointHistory(),
         lineage=lineage.name,
         fence=lineage.began_fence,
     )

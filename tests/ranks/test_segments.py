@@ -20,7 +20,7 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.runtime.weights import ERROR_KEY, WeightAnnouncement, WeightManifest, manifest_key
 from services.trainer.actors.learner import LearnerActor, TakeSnapshot
 from services.trainer.checkpoint.files import named_tensors
-from services.trainer.learner.model_replica import Read, Take
+from services.trainer.learner.model_replica import ReadPublished, Take
 from services.trainer.mesh import MeshSettings
 from services.trainer.setting_tables import LoraSettings
 from tests.support.inference.weight_sources import Worker
@@ -58,7 +58,7 @@ class Trainer:
 
     def gathered(self) -> dict[str, bytes]:
         """All published tensors, as rank 0 gathers them."""
-        tensors, _ = self.actor._order(Read())
+        tensors, _ = self.actor._order(ReadPublished())
         return {one.name: bytes(one.data) for one in named_tensors(tensors)}
 
     @property

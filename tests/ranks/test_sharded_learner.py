@@ -19,7 +19,7 @@ from forge.rl.learner.types import StepResult
 from forge.rl.parallel.state_memory import placed
 from services.trainer.actors.learner import DescribeRoutes, LearnerActor, Restore, TakeSnapshot
 from services.trainer.checkpoint.files import mapped
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.reading import fill_learner, master_weights, read_learner
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.learner.model_replica import Capture, Take
@@ -98,7 +98,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def save(actor: LearnerActor, number: int) -> Path:
     return actor._checkpoints.save(
-        actor.receive(Capture()).write, step=number, weight_version=number, history=History()
+        actor.receive(Capture()).write,
+        step=number,
+        weight_version=number,
+        history=CheckpointHistory(),
     )
 
 
@@ -328,7 +331,9 @@ def test_checkpoint_of_two_ranks_is_whole_or_absent(model_path: Path, tmp_path: 
 
         contents = pair.receive(Capture())
         with pytest.raises(ResourceExhausted, match=r"00002: rank 1: .*Is a directory"):
-            pair._checkpoints.save(obstructed, step=2, weight_version=2, history=History())
+            pair._checkpoints.save(
+                obstructed, step=2, weight_version=2, history=CheckpointHistory()
+            )
         assert steps_in(tmp_path) == [1]
         save(pair, 2)
 
@@ -337,7 +342,9 @@ def test_checkpoint_of_two_ranks_is_whole_or_absent(model_path: Path, tmp_path: 
         contents = pair.receive(Capture())
         process.kill()
         with pytest.raises(ResourceExhausted, match="step-00000003: rank 1 has ended"):
-            pair._checkpoints.save(contents.write, step=3, weight_version=3, history=History())
+            pair._checkpoints.save(
+                contents.write, step=3, weight_version=3, history=CheckpointHistory()
+            )
         assert steps_in(tmp_path) == [1, 2] and not list(tmp_path.glob("*.unfinished"))
 
         shard = tmp_path / "step-00000002" / "state" / "rank-00001.safetensors"

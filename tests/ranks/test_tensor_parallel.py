@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import Qwen3Config
 
-from services.trainer.memory_plan import Run, estimate, size_of
+from services.trainer.memory_plan import MemorySettings, estimate, size_of
 from tests.support.rl.meshes import sizes_of
 from tests.support.rl.part_worlds import CASES, MESHES
 from tests.support.rl.torchrun import torchrun
@@ -59,7 +59,7 @@ def test_estimate_of_a_part_is_close_to_the_measured_peak(
     """Of a whole step of rank 0, in float32: between the peak and a third more."""
     ((case, measured),) = [one for one in found.items() if one[0].endswith(f" bytes, {kind}")]
     shape = sizes_of(case.split()[0])
-    run = Run(
+    run = MemorySettings(
         shape=shape,
         context=TOKENS,
         bfloat16=False,

@@ -11,7 +11,7 @@ import torch
 from benchmarks.support.training.ways import Bench
 from forge.core.prefix_tree import Sample
 from forge.rl.config import MeshShape
-from services.trainer.memory_plan import Run, estimate, size_of
+from services.trainer.memory_plan import MemorySettings, estimate, size_of
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 SXM, by its datasheet: the denominator of every MFU."""
@@ -56,7 +56,7 @@ def step_numbers(bench: Bench, samples: Sequence[Sample], *, recompute: bool) ->
     _, peak = peak_gb(lambda: bench.learner.step(plan, weight_version=1))
     found = {"step_s": device_clock() - began, "step_peak_gb": peak}
     size = size_of(bench.config, bfloat16=bench.is_narrow)
-    run = Run(
+    run = MemorySettings(
         shape=MeshShape(),
         context=plan.tree_tokens,
         bfloat16=bench.is_narrow,

@@ -17,7 +17,7 @@ from forge.rl.model.capabilities import attention_channels
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.coordination import Coordinator
 from services.trainer.actors.learner import LearnerActor, TakeSnapshot
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.model_replica import Take
@@ -39,7 +39,7 @@ async def publication_share(
     config = TrainerConfig(model_path=str(model), publish_dtype="bfloat16")
     actors = ActorSystem("benchmark")
     coordinator = await Coordinator.connect(etcd, cluster="publication")
-    store = CheckpointStore(folder / "checkpoints", Retention(last=1, every_steps=0))
+    store = CheckpointStore(folder / "checkpoints", CheckpointRetention(last=1, every_steps=0))
     try:
         learner = await actors.spawn(lambda: LearnerActor(config, store), name="learner")
         publisher = Publisher(coordinator, PublishedVersions(kept=2), source="here", floor=0)

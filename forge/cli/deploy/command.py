@@ -16,7 +16,7 @@ from forge.core.errors import InvalidArgument
 if TYPE_CHECKING:
     from forge.cli.deploy.cluster.cluster import Cluster
     from forge.cli.deploy.cluster.upgrade import Journal
-    from forge.cli.deploy.render.render import Report
+    from forge.cli.deploy.render.render import RenderResult
 
 deploy_app = typer.Typer(
     no_args_is_help=True,
@@ -90,7 +90,7 @@ def render(
     _show(report)
 
 
-def _show(report: Report) -> None:
+def _show(report: RenderResult) -> None:
     for line in report.secrets:
         say(line)
     for host, changed in report.changed.items():

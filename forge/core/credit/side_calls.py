@@ -15,7 +15,7 @@ LINE_CHARS = 16
 """Shortest line that shows that a later request has an answer."""
 
 
-class Call(Protocol):
+class RecordedTurn(Protocol):
     """The part of a recorded turn that the rule reads; `forge.v1.Turn` has it."""
 
     parent_turn: int
@@ -34,7 +34,7 @@ class Call(Protocol):
         """Whether the agent has said so."""
 
 
-def side_calls(turns: Sequence[Call], contexts: Sequence[int]) -> dict[int, SideCall]:
+def side_calls(turns: Sequence[RecordedTurn], contexts: Sequence[int]) -> dict[int, SideCall]:
     """Side calls by turn index; `contexts` are the tokens of each sequence before its answer.
 
     By the rule, a side call offers no tools where other turns offer some, has a system prompt of
@@ -63,7 +63,7 @@ def side_calls(turns: Sequence[Call], contexts: Sequence[int]) -> dict[int, Side
     return found
 
 
-def _is_retold(turns: Sequence[Call], index: int) -> bool:
+def _is_retold(turns: Sequence[RecordedTurn], index: int) -> bool:
     """Whether a later request has a line of an answer that the answer's own request has not."""
     own = _record(turns[index])
     asked = _text(own.get("messages", ()))
@@ -75,7 +75,7 @@ def _is_retold(turns: Sequence[Call], index: int) -> bool:
     return any(line in text for text in later for line in said)
 
 
-def _record(turn: Call) -> dict[str, Any]:
+def _record(turn: RecordedTurn) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(turn.messages_json) if turn.messages_json else {}
     return record
 

@@ -51,7 +51,7 @@ class Placed:
     _block: _Block
 
 
-class Listener(Protocol):
+class IndexListener(Protocol):
     """Hears of every change of the index, in order."""
 
     def stored(self, chains: list[bytes]) -> None:
@@ -73,7 +73,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, *, block_tokens: int, capacity_tokens: int, listener: Listener | None = None
+        self, *, block_tokens: int, capacity_tokens: int, listener: IndexListener | None = None
     ) -> None:
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")

@@ -108,7 +108,7 @@ class Rollout:
     """Whether the order of leases has an entry for it."""
 
 
-class Kind(NamedTuple):
+class TaskKind(NamedTuple):
     """The code that a task needs."""
 
     domain: str
@@ -122,7 +122,7 @@ class Abilities:
     domains: frozenset[str] = frozenset()
     scaffolds: frozenset[str] = frozenset()
 
-    def cover(self, kind: Kind) -> bool:
+    def cover(self, kind: TaskKind) -> bool:
         """Whether the runner can do tasks of a kind."""
         return (not self.domains or kind.domain in self.domains) and (
             not self.scaffolds or kind.scaffold in self.scaffolds

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from forge.core.errors import NotFound
 from forge.core.queue.activity import Activity
 from forge.core.queue.admission import PartialGroups, QueueSettings
-from forge.core.queue.dispatch.dispatch import Claims, Slot
+from forge.core.queue.dispatch.dispatch import LeasedAttempts, Slot
 from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.dispatch.losses import Losses
 from forge.core.queue.dispatch.renewals import Renewals
@@ -55,7 +55,7 @@ class Rollouts:
         self._first_attempt = term * TERM_ATTEMPTS
         self.hold_until_s = 0.0
         """No rollout is leased before, see `hold`."""
-        self._claims = Claims()
+        self._claims = LeasedAttempts()
         self._renewals = Renewals(settings.rollout_lease_s)
         self._sealed = 0
         """Rollouts sealed under this leader."""

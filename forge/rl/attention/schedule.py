@@ -87,7 +87,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
+class KernelCall:
     """One dense kernel call."""
 
     queries: slice
@@ -119,9 +119,9 @@ class AttentionSchedule:
     positions_K: Tensor
     block_masks: dict[tuple[int, torch.device], BlockMask] = field(default_factory=dict)
     """Cache of `forge.rl.attention.flex`, by window and device."""
-    _calls: dict[int, tuple[Call, ...]] = field(default_factory=dict)
+    _calls: dict[int, tuple[KernelCall, ...]] = field(default_factory=dict)
 
-    def calls(self, window: int | None = None) -> tuple[Call, ...]:
+    def calls(self, window: int | None = None) -> tuple[KernelCall, ...]:
         """The calls of full attention, or of a window of `window` tokens including the query."""
         size = 0 if window is None or window >= self.depth else window
         if size not in self._calls:
@@ -129,19 +129,21 @@ class AttentionSchedule:
             self._calls[size] = tuple(made)
         return self._calls[size]
 
-    def _full(self) -> Iterator[Call]:
+    def _full(self) -> Iterator[KernelCall]:
         for block in self.blocks:
             span = slice(block.start, block.end)
             sight = None
             if not block.causal:
                 places = torch.arange(block.start, block.end, dtype=torch.int32)
                 sight = Sight(places_N=places, places_M=places, ends_M=self.ends_K[span].int())
-            yield Call(queries=self._queries(span), keys=span, causal=block.causal, sight=sight)
+            yield KernelCall(
+                queries=self._queries(span), keys=span, causal=block.causal, sight=sight
+            )
         for start, end, subtree_end in self.slabs:
             queries = slice(max(end, self.prefix), subtree_end)
-            yield Call(queries=self._queries(queries), keys=slice(start, end), merges=True)
+            yield KernelCall(queries=self._queries(queries), keys=slice(start, end), merges=True)
 
-    def _windowed(self, window: int) -> Iterator[Call]:
+    def _windowed(self, window: int) -> Iterator[KernelCall]:
         """One masked call per block, over the block and its gathered ancestors in the window."""
         for block in self.blocks:
             reach = int(self.positions_K[block.start : block.end].min()) - window + 1
@@ -155,7 +157,7 @@ class AttentionSchedule:
                 firsts_N=self.positions_K[span].int() - window + 1,
                 positions_M=self.positions_K[keys].int(),
             )
-            yield Call(queries=self._queries(span), keys=keys, sight=sight)
+            yield KernelCall(queries=self._queries(span), keys=keys, sight=sight)
 
     def _queries(self, span: slice) -> slice:
         return slice(span.start - self.prefix, span.stop - self.prefix)

@@ -41,7 +41,7 @@ from forge.rl import numerics
 from forge.rl.attention.flex import flex_runs, flex_tree_attention
 from forge.rl.attention.forks import Forks, State
 from forge.rl.attention.kernels import Form, Kernel, Shape, kernel_for
-from forge.rl.attention.schedule import AttentionSchedule, Call
+from forge.rl.attention.schedule import AttentionSchedule, KernelCall
 
 TREE_ATTENTION = "forge_tree"
 """Name of the attention implementation, for `model.set_attn_implementation`."""
@@ -124,7 +124,7 @@ class _TreeAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks_H: Tensor | None,
-        calls: tuple[Call, ...],
+        calls: tuple[KernelCall, ...],
         form: Form,
     ) -> Tensor:
         narrow, wide = (q, k, v), numerics.attention_type(v)
@@ -179,7 +179,7 @@ class _TreeAttention(torch.autograd.Function):
         return dq, dk, dv, dsinks_H, None, None
 
 
-def _shape(call: Call, q: Tensor, form: Form) -> Shape:
+def _shape(call: KernelCall, q: Tensor, form: Form) -> Shape:
     mask = None if call.sight is None else call.sight.mask(q)
     return Shape(causal=call.causal, mask=mask, scale=form.scale, softcap=form.softcap)
 

@@ -65,7 +65,7 @@ def shared_slots(spans: Sequence[tuple[int, int]], prefixes: Sequence[Tensor]) -
     return slots
 
 
-class Relay:
+class KvRelay:
     """Keys and values of the N tokens in each layer, and their gradients so far."""
 
     def __init__(self, size: int) -> None:
@@ -95,7 +95,7 @@ class Relay:
 class RelayPrefix:
     """A part's access to a relay."""
 
-    relay: Relay
+    relay: KvRelay
     slots: Slots
     states: RelayedStates
     """States of recurrent layers."""
@@ -111,7 +111,7 @@ def relay_prefixes(parts: Sequence[TreePart]) -> list[RelayPrefix]:
     starts = [int(part.places_L[0]) for part in parts]
     spans = [(start, start + part.tokens) for start, part in zip(starts, parts, strict=True)]
     slots = shared_slots(spans, [part.prefix_P for part in parts])
-    relay = Relay(sum(len(one.own) for one in slots))
+    relay = KvRelay(sum(len(one.own) for one in slots))
     return [
         RelayPrefix(relay=relay, slots=one, states=states)
         for one, states in zip(slots, relayed_states(parts), strict=True)

@@ -32,8 +32,8 @@ from forge.runtime.security.tokens import ANONYMOUS, Claims, audience_of
 from forge.runtime.telemetry import bind_context, counter, gauge, histogram, log
 from forge.runtime.tracing import (
     NO_SPAN,
-    Kind,
     Span,
+    SpanRole,
     enter_span,
     is_tracing,
     rollout_parent,
@@ -330,7 +330,7 @@ def _start_span(path: str, context: Any, claims: Claims) -> Span:
     service, _, method = path.removeprefix("/").partition("/")
     span = start_span(
         path.removeprefix("/"),
-        kind=Kind.SERVER,
+        kind=SpanRole.SERVER,
         parent=parent,
         attributes={"rpc.system.name": "grpc", "rpc.method": f"{service}/{method}"},
         links=links,

@@ -30,7 +30,7 @@ _READ = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class RoleDefaults:
     """Default lifetime and audience of a role's tokens."""
 
     life_s: float
@@ -39,16 +39,16 @@ class Role:
     """Time from the issue in which a token can be renewed."""
 
 
-ROLES: Mapping[str, Role] = {
-    "viewer": Role(life_s=30 * 86_400.0, audience=_READ),
-    "operator": Role(life_s=12 * 3600.0, audience=_READ),
-    "admin": Role(life_s=3600.0, audience=_READ),
-    "runner": Role(
+ROLES: Mapping[str, RoleDefaults] = {
+    "viewer": RoleDefaults(life_s=30 * 86_400.0, audience=_READ),
+    "operator": RoleDefaults(life_s=12 * 3600.0, audience=_READ),
+    "admin": RoleDefaults(life_s=3600.0, audience=_READ),
+    "runner": RoleDefaults(
         life_s=30 * 86_400.0,
         audience=frozenset({"SchedulerService"}),
         renewable_s=MAX_LIFE_S,
     ),
-    "rank": Role(life_s=30 * 86_400.0, audience=frozenset({"PoolService"})),
+    "rank": RoleDefaults(life_s=30 * 86_400.0, audience=frozenset({"PoolService"})),
 }
 
 

@@ -37,7 +37,7 @@ __all__ = [
 Value = str | bool | int | float | tuple[str, ...]
 
 
-class Kind(Enum):
+class SpanRole(Enum):
     """The role of a span, with OpenTelemetry's names."""
 
     INTERNAL = "INTERNAL"
@@ -69,7 +69,7 @@ class Backend(Protocol):
         self,
         name: str,
         *,
-        kind: Kind,
+        kind: SpanRole,
         parent: str,
         attributes: Mapping[str, Value],
         links: Iterable[str],
@@ -143,7 +143,7 @@ def is_tracing() -> bool:
 def start_span(
     name: str,
     *,
-    kind: Kind = Kind.INTERNAL,
+    kind: SpanRole = SpanRole.INTERNAL,
     parent: str = "",
     attributes: Mapping[str, Value] | None = None,
     links: Iterable[str] = (),
@@ -163,7 +163,7 @@ def start_root(name: str, *, links: Iterable[str] = (), start_unix_s: float | No
     """Start a trace of its own."""
     if _backend is None:
         return NO_SPAN
-    return _start(name, Kind.INTERNAL, "", None, links, start_unix_s)
+    return _start(name, SpanRole.INTERNAL, "", None, links, start_unix_s)
 
 
 def span_of_rollout(
@@ -173,7 +173,7 @@ def span_of_rollout(
     identity = rollout_parent(trajectory_id)
     if _backend is None or not is_sampled(identity):
         return NO_SPAN
-    return _start(name, Kind.INTERNAL, "", attributes, (), None, identity)
+    return _start(name, SpanRole.INTERNAL, "", attributes, (), None, identity)
 
 
 def rollout_parent(trajectory_id: str) -> str:
@@ -183,7 +183,7 @@ def rollout_parent(trajectory_id: str) -> str:
 
 def _start(
     name: str,
-    kind: Kind,
+    kind: SpanRole,
     parent: str,
     attributes: Mapping[str, Value] | None,
     links: Iterable[str],

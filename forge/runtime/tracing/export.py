@@ -36,7 +36,7 @@ from opentelemetry.trace import (
 from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import DISTRIBUTION
 from forge.runtime.telemetry import log
-from forge.runtime.tracing import Kind, Span, Value
+from forge.runtime.tracing import Span, SpanRole, Value
 from forge.runtime.tracing.metrics import DROPPED, EXPORTED
 from forge.runtime.tracing.traceparent import TraceContext, read_traceparent
 
@@ -98,7 +98,7 @@ class Exporting:
         self,
         name: str,
         *,
-        kind: Kind,
+        kind: SpanRole,
         parent: str,
         attributes: Mapping[str, Value],
         links: Iterable[str],

@@ -80,7 +80,7 @@ def needs_login(config: ConsoleConfig) -> bool:
     return config.http.login == "always" or not on_loopback
 
 
-class Access:
+class AccessRules:
     """The rules of one console."""
 
     def __init__(self, config: ConsoleConfig, security: Security) -> None:

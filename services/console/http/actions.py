@@ -25,7 +25,7 @@ from forge.runtime.security.audit import write_audit
 from forge.runtime.security.tokens import Claims
 from forge.runtime.serving_groups import role_of
 from forge.v1 import drain_pb2, drain_pb2_grpc, scheduler_pb2, trainer_pb2
-from services.console.http.access import DRAIN, QUEUE_CHANGES, WEIGHTS, Access, Right
+from services.console.http.access import DRAIN, QUEUE_CHANGES, WEIGHTS, AccessRules, Right
 
 DRAIN_S = 10.0
 DRAINED_KINDS = ("prefill", "decode")
@@ -100,7 +100,7 @@ class Actions:
         self._channels = channels
         self._timeout_s = timeout_s
 
-    def add_to(self, app: web.Application, access: Access, reply: Reply) -> None:
+    def add_to(self, app: web.Application, access: AccessRules, reply: Reply) -> None:
         """Add the routes."""
 
         def add(path: str, right: Right, kind: type[Body], perform: Perform[Body]) -> None:

@@ -43,7 +43,7 @@ from services.console.http.access import (
     SUMMARIES,
     TRAINING,
     VALUES,
-    Access,
+    AccessRules,
     Right,
 )
 from services.console.http.actions import Actions
@@ -90,7 +90,7 @@ class Sources:
 class HttpServer:
     """Serves the console on one port."""
 
-    def __init__(self, config: ConsoleConfig, access: Access, sources: Sources) -> None:
+    def __init__(self, config: ConsoleConfig, access: AccessRules, sources: Sources) -> None:
         self._config = config
         self._access = access
         self._sources = sources

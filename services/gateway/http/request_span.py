@@ -11,7 +11,7 @@ from aiohttp import web
 from forge.runtime.security.tokens import Claims
 from forge.runtime.tracing import (
     NO_SPAN,
-    Kind,
+    SpanRole,
     current_span,
     enter_span,
     is_tracing,
@@ -30,7 +30,7 @@ def begin_request_span(request: web.Request, claims: Claims, *, route: str) -> N
     has_own = read_traceparent(own) is not None
     span = start_span(
         f"{request.method} {route}",
-        kind=Kind.SERVER,
+        kind=SpanRole.SERVER,
         parent=own if has_own else root,
         attributes={"http.request.method": request.method, "http.route": route},
         links=(root,) if has_own else (),

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from forge.core.enum_words import enum_word
-from forge.runtime.tracing import Kind, Span, Value, start_span
+from forge.runtime.tracing import Span, SpanRole, Value, start_span
 from forge.v1 import common_pb2
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.sessions import Session
@@ -26,7 +26,7 @@ def with_span(
     operation = "text_completion" if request.prompt_ids else "chat"
     span = start_span(
         f"{operation} {model}",
-        kind=Kind.CLIENT,
+        kind=SpanRole.CLIENT,
         attributes=_asked(session, request, operation=operation, model=model),
     )
     if not span.traceparent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from forge.runtime.tracing import Kind, Value, enter_span, start_span
+from forge.runtime.tracing import SpanRole, Value, enter_span, start_span
 from forge.v1 import inference_pb2 as pb
 
 Sample = Callable[[pb.SampleRequest], AsyncGenerator[pb.SampleResponse, None]]
@@ -16,7 +16,7 @@ async def with_span(
 ) -> AsyncGenerator[pb.SampleResponse, None]:
     """Yield the responses of `sample`. Its calls of workers are below the span: the generator runs
     in the task of its request."""
-    span = start_span("sample", kind=Kind.SERVER, parent=request.traceparent)
+    span = start_span("sample", kind=SpanRole.SERVER, parent=request.traceparent)
     enter_span(span)
     try:
         async with aclosing(sample(request)) as responses:

@@ -17,7 +17,7 @@ from forge.core.errors import InvalidArgument
 from forge.runtime.rpc.served_stream import ServedStream, ServedStreams
 from forge.runtime.rpc.status import to_status
 from forge.runtime.telemetry import bind_context, log
-from forge.runtime.tracing import Kind, enter_span, is_tracing, start_span
+from forge.runtime.tracing import SpanRole, enter_span, is_tracing, start_span
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.worker.metrics import STREAM_CALLS
@@ -144,7 +144,7 @@ async def _with_span(
     """Yield the responses of a call within its span, as the server's interceptor makes it."""
     span = start_span(
         f"forge.v1.{method}",
-        kind=Kind.SERVER,
+        kind=SpanRole.SERVER,
         parent=parent,
         attributes={"rpc.system.name": "grpc", "rpc.method": f"forge.v1.{method}"},
     )

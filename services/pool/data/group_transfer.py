@@ -28,7 +28,7 @@ from services.pool.storage.change_log import delete_changes, log_closed, log_rew
 from services.pool.storage.erasures import put_erasure
 from services.pool.storage.groups.group_index import (
     SETTLED_STATES,
-    GroupMoves,
+    StateMoves,
     enter_copied,
     leave_copied,
 )
@@ -92,7 +92,7 @@ def mark_moved(records: Records, command: MarkMoved) -> list[str]:
     StaleFence."""
     check_fence(records, command.fence)
     moved = []
-    moves = GroupMoves(records)
+    moves = StateMoves(records)
     for task_id, digest in command.digests.items():
         state = intact_state(records, task_id)
         if state is not None and state.state == common_pb2.GROUP_STATE_MOVED:

@@ -16,7 +16,7 @@ from forge.core.errors import ForgeError, InvalidArgument, ResourceExhausted, Un
 from forge.runtime.concurrency.byte_queue import ByteQueue
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.rpc.chunks import Joiner
-from forge.runtime.tracing import Kind, start_span
+from forge.runtime.tracing import SpanRole, start_span
 from forge.v1 import pool_pb2
 from services.pool import validation
 from services.pool.actors.writer import WriterRef
@@ -121,7 +121,7 @@ class AppendStream:
         spans = [
             start_span(
                 "append_turn",
-                kind=Kind.SERVER,
+                kind=SpanRole.SERVER,
                 parent=turn.traceparent,
                 attributes={"forge.turn_index": turn.head.turn_index},
             )

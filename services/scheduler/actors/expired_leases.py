@@ -17,7 +17,7 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.telemetry import log
 from services.scheduler.shards.pool_shards import PoolShards
-from services.scheduler.state.messages.rollouts import CheckExpired, Report, SettleRollouts
+from services.scheduler.state.messages.rollouts import AttemptReport, CheckExpired, SettleRollouts
 
 
 class ExpiredLeaseActor(Actor):
@@ -51,7 +51,7 @@ class ExpiredLeaseActor(Actor):
         try:
             summaries = await self._shards.summaries({shard: trajectory_ids})
             reports = [
-                Report(
+                AttemptReport(
                     trajectory_id=trajectory_id,
                     silent=True,
                     summary=summaries.get(trajectory_id),

@@ -14,10 +14,10 @@ from services.scheduler import validation
 from services.scheduler.groups.group_look_up import ask_with_look_up
 from services.scheduler.shards.pool_shards import PoolShards, gathered
 from services.scheduler.state.messages.rollouts import (
+    AttemptReport,
     FindUnknown,
     Located,
     LocateRollouts,
-    Report,
     SettleRollouts,
 )
 
@@ -37,7 +37,7 @@ async def settle_results(
     async def settle(shard: str, ids: Sequence[str]) -> None:
         summaries = await shards.summaries({shard: ids})
         reports = [
-            Report(
+            AttemptReport(
                 trajectory_id=each,
                 error=by_id[each].error[: validation.MAX_ERROR_CHARS],
                 permanent=by_id[each].permanent,

@@ -21,7 +21,7 @@ def outcome_of(summary: common_pb2.TrajectorySummary) -> float:
     return sum(event.value for event in summary.rewards if event.kind == kind)
 
 
-class Progress:
+class DomainProgress:
     """Completed training rollouts per domain."""
 
     def __init__(self) -> None:

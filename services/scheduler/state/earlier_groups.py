@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.trajectory import TaskId
-from services.scheduler.state.domain_progress import Progress
+from services.scheduler.state.domain_progress import DomainProgress
 from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.left_out_groups import LeftOut
 from services.scheduler.state.messages.groups import RestoreGroups
@@ -29,7 +29,7 @@ class EarlierGroups:
         queue: GenerationQueue,
         catalog: Catalog,
         settled: SettledGroups,
-        progress: Progress,
+        progress: DomainProgress,
         equal: EqualRewards,
     ) -> None:
         self._queue = queue

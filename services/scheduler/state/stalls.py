@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from forge.core.queue.activity import Activity
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import Abilities, Kind, Phase, RolloutPhase
+from forge.core.queue.groups import Abilities, Phase, RolloutPhase, TaskKind
 
 HEARD_S = 60.0
 """A runner or trainer without a call for this long counts as absent: each calls or renews at least
@@ -32,7 +32,7 @@ class Stall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class HeadGroup:
     """The group at the head of the window, while it runs."""
 
     task_id: str
@@ -72,20 +72,20 @@ class Facts:
     faults: int = 0
     """Attempts that the infrastructure ended."""
     fault_reason: str = ""
-    head: Head | None = None
-    unserved: Sequence[Kind] = ()
+    head: HeadGroup | None = None
+    unserved: Sequence[TaskKind] = ()
     """Kinds of waiting tasks that no live runner declares."""
     all_drained: Sequence[str] = ()
     """The live runners, if an operator drains all of them."""
 
 
-def head_of(queue: GenerationQueue) -> Head | None:
+def head_of(queue: GenerationQueue) -> HeadGroup | None:
     """The group at the head, if it runs."""
     group = queue.window.head_group
     if group is None or group.phase is not Phase.RUNNING:
         return None
     unsealed = [rollout for rollout in group.rollouts if rollout.phase is not RolloutPhase.SEALED]
-    return Head(
+    return HeadGroup(
         task_id=group.spec.task_id,
         index=group.spec.index,
         open_rollouts=len(unsealed),
@@ -145,7 +145,7 @@ class Watch:
         if runner_id in self._runners:
             self._runners[runner_id] = self._runners[runner_id][0], now_s
 
-    def unserved(self, kinds: Iterable[Kind], now_s: float) -> list[Kind]:
+    def unserved(self, kinds: Iterable[TaskKind], now_s: float) -> list[TaskKind]:
         """The kinds that no live runner declares; none without a live runner."""
         declared = {able for able, _ in self._live(now_s).values() if able is not None}
         if not declared:

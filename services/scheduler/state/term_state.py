@@ -14,7 +14,7 @@ from types import MappingProxyType
 from forge.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.generation_queue import GenerationQueue
-from forge.core.queue.groups import ANY, Abilities, Group, Kind, Phase
+from forge.core.queue.groups import ANY, Abilities, Group, Phase, TaskKind
 from forge.core.tasks.task_digest import task_digest
 from forge.core.tasks.validation import MAX_PAYLOAD_BYTES
 from forge.core.trajectory import parse_trajectory_id
@@ -22,7 +22,7 @@ from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from services.scheduler import metrics
 from services.scheduler.shards.pool_shards import GroupStateChange
-from services.scheduler.state.domain_progress import Progress, outcome_of
+from services.scheduler.state.domain_progress import DomainProgress, outcome_of
 from services.scheduler.state.draining_runners import DrainingRunners
 from services.scheduler.state.dynamic_sampling import EqualRewards
 from services.scheduler.state.earlier_groups import EarlierGroups
@@ -34,7 +34,7 @@ from services.scheduler.state.messages.batches import (
     RewindPlan,
 )
 from services.scheduler.state.messages.groups import DropGroups, FindNew, LookedUp, LookUp
-from services.scheduler.state.messages.rollouts import Grant, Located, Report
+from services.scheduler.state.messages.rollouts import AttemptReport, Grant, Located
 from services.scheduler.state.settled_groups import SettledGroups
 from services.scheduler.state.stalls import Watch
 from services.scheduler.state.task_catalog import STATES, Catalog
@@ -72,7 +72,7 @@ class TermState:
         self.catalog = Catalog()
         self.erased = ErasedGroups(queue)
         self.settled = SettledGroups(queue.ledger, self.catalog, most=most_settled)
-        self.progress = Progress()
+        self.progress = DomainProgress()
         self._max_pending = max_pending
         self.equal = EqualRewards(queue.ledger, enabled=skip_equal_rewards)
         self.earlier = EarlierGroups(queue, self.catalog, self.settled, self.progress, self.equal)
@@ -237,7 +237,7 @@ class TermState:
             self.watch.runner_renewed(known, now_s)
         return tuple(lease for lease in ids if not renew(lease, now_s=now_s, runner_id=runner_id))
 
-    def unserved(self, *, now_s: float) -> list[Kind]:
+    def unserved(self, *, now_s: float) -> list[TaskKind]:
         """Kinds of waiting tasks that no live runner declares; none while no runner calls."""
         ledger = self.queue.ledger
         return self.watch.unserved(ledger.dispatch.waiting_kinds(ledger.away), now_s)
@@ -277,7 +277,7 @@ class TermState:
         self.check_read(tasks[each] for each in unknown)
         return unknown
 
-    def settle(self, report: Report, *, now_s: float) -> None:
+    def settle(self, report: AttemptReport, *, now_s: float) -> None:
         """Apply the end of an attempt; changes nothing if its group is no longer in memory."""
         if parse_trajectory_id(report.trajectory_id).task_id not in self.queue.ledger:
             return

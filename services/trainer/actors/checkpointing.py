@@ -16,7 +16,7 @@ from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.telemetry import log
 from services.trainer import metrics
 from services.trainer.checkpoint.files import Contents
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.remote_copies import RemoteCopies
 from services.trainer.checkpoint.store import CheckpointStore
 
@@ -31,7 +31,7 @@ class Write:
     contents: Contents
     step: int
     weight_version: int
-    history: History
+    history: CheckpointHistory
     lineage: str
     fence: int
 

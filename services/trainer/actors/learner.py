@@ -30,7 +30,7 @@ from services.trainer.learner.model_replica import (
     ModelReplica,
     Order,
     OwnTrees,
-    Read,
+    ReadPublished,
     StartOver,
     Take,
     TakeRead,
@@ -167,7 +167,7 @@ class LearnerActor(ThreadActor):
         # The kept model is in files that rank 0 maps: it sends all of it.
         others = None if probe_only or self._ranks is None else self._ranks.segments
         number = others.new_copy() if others is not None else 0
-        read, probe = self._reading(Read(probe_only=probe_only, number=number))
+        read, probe = self._reading(ReadPublished(probe_only=probe_only, number=number))
         return Snapshot(
             step=step,
             tensors=named_tensors(kept if probe_only else read),

@@ -51,7 +51,7 @@ class SourceSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class LeasedBatch:
     """A leased batch, renewed until it is committed or released."""
 
     batch_id: str
@@ -63,8 +63,8 @@ class Claim:
 class PreparedBatch:
     """A claimed batch, ready for the learner."""
 
-    claim: Claim
-    refills: tuple[Claim, ...] = ()
+    claim: LeasedBatch
+    refills: tuple[LeasedBatch, ...] = ()
     """Claims of the groups that replace flat ones."""
     samples: BatchSamples
     plan: BatchPlan | ReadBatch
@@ -74,7 +74,7 @@ class PreparedBatch:
     """Rows for trackers of experiments."""
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> tuple[LeasedBatch, ...]:
         """All claims: a step commits each of them."""
         return (self.claim, *self.refills)
 
@@ -102,7 +102,7 @@ class BatchSource:
         self._settings = settings
         self._names = itertools.cycle(f"{settings.trainer_id}#{slot}" for slot in range(2))
         self._renewals: set[asyncio.Task[None]] = set()
-        self._taken: dict[str, Claim] = {}
+        self._taken: dict[str, LeasedBatch] = {}
         """Leases of batches in training by id: a new leader must not lease them again."""
         self._next: asyncio.Task[PreparedBatch] | None = None
         self._hurried = asyncio.Event()
@@ -133,7 +133,7 @@ class BatchSource:
             self._next = asyncio.create_task(preparing)
         return self._next
 
-    async def commit(self, claim: Claim, *, step: int) -> None:
+    async def commit(self, claim: LeasedBatch, *, step: int) -> None:
         """Commit that `step` trained the batch.
 
         Raises `NotFound` or `FailedPrecondition` when it is refused: discard the step.
@@ -144,7 +144,9 @@ class BatchSource:
         await self._call("CommitBatch", request)
         self._done(claim)
 
-    async def tombstone(self, claim: Claim, reason: str, *, task_ids: Sequence[str] = ()) -> None:
+    async def tombstone(
+        self, claim: LeasedBatch, reason: str, *, task_ids: Sequence[str] = ()
+    ) -> None:
         """Tombstone the batch, or the groups `task_ids` of it, and release the others."""
         request = scheduler_pb2.ReleaseBatchRequest(
             batch_id=claim.batch_id, reason=reason, task_ids=task_ids
@@ -184,7 +186,7 @@ class BatchSource:
         await cancel_and_wait(*pending)
 
     async def _prepare(self, name: str, baselines_s: Mapping[str, float]) -> PreparedBatch:
-        draft, claims = self._reading.begin(baselines_s), list[Claim]()
+        draft, claims = self._reading.begin(baselines_s), list[LeasedBatch]()
         try:
             while not claims:
                 lease = await self._lease(name, max_groups=self._settings.max_groups)
@@ -206,7 +208,9 @@ class BatchSource:
             traceparents=planned.traceparents,
         )
 
-    async def _refilled(self, name: str, draft: BatchDraft, claims: list[Claim]) -> BatchSamples:
+    async def _refilled(
+        self, name: str, draft: BatchDraft, claims: list[LeasedBatch]
+    ) -> BatchSamples:
         """The batch, with further groups in place of flat ones."""
         samples, own = await draft.samples(), draft.groups
         until_s = asyncio.get_running_loop().time() + self._settings.refill_wait_s
@@ -225,11 +229,11 @@ class BatchSource:
         return replace(samples, refill_groups=draft.groups - own)
 
     async def _claim(
-        self, lease: scheduler_pb2.LeaseBatchResponse, draft: BatchDraft, claims: list[Claim]
+        self, lease: scheduler_pb2.LeaseBatchResponse, draft: BatchDraft, claims: list[LeasedBatch]
     ) -> None:
         """Add the leased groups to the draft, or tombstone those that the pool cannot read and
         return the others."""
-        claim = Claim(
+        claim = LeasedBatch(
             batch_id=lease.batch_id,
             task_ids=tuple(group.group.task.task_id for group in lease.groups),
             renewal=self._renewing(lease),
@@ -251,7 +255,7 @@ class BatchSource:
         name: str,
         *,
         max_groups: int,
-        held: Sequence[Claim] = (),
+        held: Sequence[LeasedBatch] = (),
         until_s: float = math.inf,
     ) -> scheduler_pb2.LeaseBatchResponse | None:
         """A batch, or None if there is none by `until_s` of the loop's clock, also if the scheduler
@@ -299,7 +303,7 @@ class BatchSource:
             answer.groups.extend(page.groups)
         return answer
 
-    def _done(self, claim: Claim) -> None:
+    def _done(self, claim: LeasedBatch) -> None:
         self._taken.pop(claim.batch_id, None)
         claim.renewal.cancel()
 

@@ -69,7 +69,7 @@ class WrittenFile(msgspec.Struct, frozen=True, kw_only=True):
     file."""
 
 
-class OtherRanks(Protocol):
+class SavingRanks(Protocol):
     """The ranks above 0, which write their part of the same checkpoint."""
 
     def begin(self, directory: Path) -> None:
@@ -107,7 +107,7 @@ class Contents:
     """Text files, by name."""
     weight_map: Mapping[str, str] = field(default_factory=dict)
     """The file of each published tensor, in order, if there are several; without draft heads."""
-    others: OtherRanks | None = None
+    others: SavingRanks | None = None
 
     def write(self, directory: Path) -> None:
         """Write a whole checkpoint, as rank 0; the other ranks write beside it.

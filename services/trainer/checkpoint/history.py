@@ -27,7 +27,7 @@ Entry = pb.StepMetrics | pb.Evaluation
 M = TypeVar("M", bound=Message)
 
 
-class History:
+class CheckpointHistory:
     """The entries of one lineage, append-only; a restore begins another lineage."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:

@@ -18,7 +18,7 @@ from forge.core.errors import ConfigError, DataLoss, Unavailable
 from forge.runtime.files.sync import sync
 from forge.runtime.telemetry import log
 from services.trainer.checkpoint.files import STATE_FILE
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.store import (
     UNNAMED,
     checkpoints_in,
@@ -56,7 +56,7 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
 class RemoteCopies:
     """The copies of one run's checkpoints."""
 
-    def __init__(self, url: str, retention: Retention) -> None:
+    def __init__(self, url: str, retention: CheckpointRetention) -> None:
         """Raises `ConfigError` for a URL that is not supported here: its package is missing."""
         self._url = url
         self._retention = retention

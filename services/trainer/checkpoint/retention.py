@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
+class CheckpointRetention:
     """The rule; `services.trainer.checkpoint.store` removes the others."""
 
     last: int = 2

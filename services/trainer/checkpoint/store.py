@@ -28,8 +28,15 @@ from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from forge.runtime.files.sync import sync
 from forge.runtime.telemetry import log
 from services.trainer.checkpoint.files import PUBLISHED_FILE, STATE_FILE
-from services.trainer.checkpoint.history import MALFORMED, Entry, Extent, History, extend, from_json
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.history import (
+    MALFORMED,
+    CheckpointHistory,
+    Entry,
+    Extent,
+    extend,
+    from_json,
+)
+from services.trainer.checkpoint.retention import CheckpointRetention
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"
@@ -64,7 +71,7 @@ class Checkpoint:
 class _Saved:
     """The history file of the newest checkpoint, which the next one extends."""
 
-    history: History
+    history: CheckpointHistory
     file: Path
     extent: Extent
 
@@ -72,9 +79,9 @@ class _Saved:
 class CheckpointStore:
     """The checkpoints of one run, in one directory."""
 
-    def __init__(self, directory: Path, retention: Retention = Retention()) -> None:  # noqa: B008
+    def __init__(self, directory: Path, retention: CheckpointRetention | None = None) -> None:
         self._directory = directory
-        self._retention = retention
+        self._retention = retention or CheckpointRetention()
         self._saved: _Saved | None = None
         self._known: set[Path] = set()
         """Checkpoints that this process has saved, or found at a restore."""
@@ -91,7 +98,7 @@ class CheckpointStore:
         *,
         step: int,
         weight_version: int,
-        history: History,
+        history: CheckpointHistory,
         lineage: str = UNNAMED,
         fence: int | None = None,
     ) -> Path:
@@ -165,7 +172,7 @@ class CheckpointStore:
         set_aside(path)
         return False
 
-    def _write_history(self, file: Path, history: History, step: int) -> Extent:
+    def _write_history(self, file: Path, history: CheckpointHistory, step: int) -> Extent:
         """Write the entries up to `step` that the last checkpoint's file does not have."""
         extent = Extent()
         if self._saved is not None and self._saved.history is history:
@@ -223,7 +230,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
 
 
-def prune(directory: Path, retention: Retention, *, held: Collection[int] = ()) -> None:
+def prune(directory: Path, retention: CheckpointRetention, *, held: Collection[int] = ()) -> None:
     """Remove the checkpoints that retention does not keep, except those of the steps `held`."""
     paths = {step_of(path): path for path in checkpoints_in(directory)}
     for step in sorted(paths.keys() - retention.kept(paths) - {*held}):

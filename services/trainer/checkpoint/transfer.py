@@ -19,7 +19,7 @@ from forge.core.errors import DataLoss, NotFound, ResourceExhausted
 from forge.runtime.files.sync import sync
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.files import STATE_FILE
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.store import (
     checkpoints_in,
     path_of,
@@ -106,7 +106,7 @@ class Staging:
         *,
         step: int,
         fingerprint: str,
-        retention: Retention = Retention(),  # noqa: B008
+        retention: CheckpointRetention = CheckpointRetention(),  # noqa: B008
     ) -> None:
         """`fingerprint`: of the complete checkpoint; "" from an earlier release."""
         self._directory = directory

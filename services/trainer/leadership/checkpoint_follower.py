@@ -21,7 +21,7 @@ from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from forge.v1 import trainer_pb2_grpc as rpc
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.transfer import Staging, is_current, pieces
 from services.trainer.leadership.lineage import RECORD_KEY, LineageRecord
 
@@ -31,7 +31,9 @@ SILENCE_S = 30.0
 class CheckpointFollower:
     """Fetches each checkpoint of the leader into this trainer's directory."""
 
-    def __init__(self, context: ServiceContext, directory: Path, retention: Retention) -> None:
+    def __init__(
+        self, context: ServiceContext, directory: Path, retention: CheckpointRetention
+    ) -> None:
         self._context = context
         self._directory = directory
         self._retention = retention

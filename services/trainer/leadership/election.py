@@ -20,7 +20,7 @@ from forge.runtime.settings.agreed import agreed_model
 from forge.runtime.telemetry import log
 from forge.runtime.weights import TRAINER_STANDBYS
 from services.trainer.checkpoint.remote_copies import RemoteCopies, newest_step
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.leadership.checkpoint_follower import CheckpointFollower, CheckpointSource
@@ -34,7 +34,7 @@ class TrainerElection:
         self._context = context
         self._kept = config.checkpoint
         self._directory = Path(config.checkpoint.dir)
-        self._retention = Retention(
+        self._retention = CheckpointRetention(
             last=config.checkpoint.keep_last, every_steps=config.checkpoint.keep_every_steps
         )
         self.checkpoints_sent = CheckpointSource(self._directory)

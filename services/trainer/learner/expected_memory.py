@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from forge.rl.device import device_of
 from forge.runtime.telemetry import log
 from services.trainer.config import TrainerConfig
-from services.trainer.memory_plan import GIB, Estimate, Run, estimate, size_of
+from services.trainer.memory_plan import GIB, Estimate, MemorySettings, estimate, size_of
 from services.trainer.model.placement import backbone_dtype
 
 
@@ -53,7 +53,7 @@ def expected_memory(config: TrainerConfig) -> Estimate:
     size = partial(size_of, bfloat16=bfloat16, tp=shape.tp)
     return estimate(
         size(_configuration(config.model_path), lora=lora),
-        Run(
+        MemorySettings(
             shape=shape,
             context=config.token_budget,
             bfloat16=bfloat16,

@@ -73,7 +73,7 @@ class Examine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class ReadPublished:
     """Copy the published tensors to host memory; answered by (tensors, probe)."""
 
     probe_only: bool = False
@@ -121,7 +121,7 @@ class TakeRead:
     """The field of `Take`; rank 0 alone needs it."""
 
 
-Order = StartOver | Adopt | Take | TakePart | TakeRead | Examine | Read | Capture
+Order = StartOver | Adopt | Take | TakePart | TakeRead | Examine | ReadPublished | Capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ class ModelReplica:
                 return self._learner.step(part.plan(), weight_version=weight_version)
             case TakeRead():
                 return self._take_read(order)
-            case Read(probe_only=probe_only, number=number):
+            case ReadPublished(probe_only=probe_only, number=number):
                 copies = {} if probe_only else dict(self.published(divided=number > 0))
                 return copies, self.probe()
             case Capture():

@@ -49,7 +49,7 @@ from services.trainer.learner.model_replica import (
     ModelReplica,
     Order,
     OwnTrees,
-    Read,
+    ReadPublished,
     Take,
     TakePart,
     TakeRead,
@@ -360,7 +360,7 @@ def _obey_orders(
         answer = replica.obey(order)
         if isinstance(order, Capture):
             parts.start(answer, number=order.number)
-        elif isinstance(order, Read) and order.number and segments is not None:
+        elif isinstance(order, ReadPublished) and order.number and segments is not None:
             segments.hold(order.number, _copy_of(replica, answer[0]))
         answer = None  # the thread alone keeps the copy, until it is written
 

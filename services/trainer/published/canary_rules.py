@@ -92,7 +92,7 @@ def judge(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class HoldChange:
     """A change of the hold by the automatic canary."""
 
     hold: WeightHold
@@ -109,7 +109,7 @@ def next_step(
     *,
     now_unix_s: float,
     finished: bool = False,
-) -> Step | None:
+) -> HoldChange | None:
     """The next change; None if there is none now. A person's hold is left alone until its
     promotion. Without judgement by trained trajectories (the run is `finished`) or by other workers
     all follow the newest version."""
@@ -126,16 +126,18 @@ def next_step(
         ends, chosen = ends or str(error), ()
     if ends:
         over = WeightHold(subject=SUBJECT, rejected=hold.rejected)
-        return Step(hold=over, outcome="ended", reason=ends) if hold.base is not None else None
+        return (
+            HoldChange(hold=over, outcome="ended", reason=ends) if hold.base is not None else None
+        )
     if hold.base is None:
-        return Step(hold=_held(newest, rejected=hold.rejected), outcome="held")
+        return HoldChange(hold=_held(newest, rejected=hold.rejected), outcome="held")
     if hold.canary is not None:
         age_s = now_unix_s - hold.since_unix_s
         return _judged(settings, hold, versions, workers, chosen, age_s)
     if newest.weight_version <= max(hold.base.weight_version, hold.rejected):
         return None
     begun = msgspec.structs.replace(hold, canary=newest, canary_workers=chosen)
-    return Step(hold=begun, outcome="begun", reason=f"version {newest.weight_version}")
+    return HoldChange(hold=begun, outcome="begun", reason=f"version {newest.weight_version}")
 
 
 def _judged(
@@ -145,13 +147,13 @@ def _judged(
     workers: Sequence[Instance],
     chosen: tuple[str, ...],
     age_s: float,
-) -> Step | None:
+) -> HoldChange | None:
     assert hold.base is not None and hold.canary is not None
     version = hold.canary.weight_version
     own = [one for one in workers if one.instance_id in hold.canary_workers]
     if not any(one.kind == "decode" for one in own):
         moved = msgspec.structs.replace(hold, canary_workers=chosen)
-        return Step(hold=moved, outcome="moved", reason="its workers have ended")
+        return HoldChange(hold=moved, outcome="moved", reason="its workers have ended")
     found = judge(
         settings,
         canary=versions.qualities.of(version),
@@ -163,10 +165,10 @@ def _judged(
     match found.outcome:
         case CanaryVerdict.PROMOTE:
             promoted = _held(hold.canary, rejected=hold.rejected)
-            return Step(hold=promoted, outcome="promoted", reason=found.reason)
+            return HoldChange(hold=promoted, outcome="promoted", reason=found.reason)
         case CanaryVerdict.ROLL_BACK:
             back = _held(hold.base, rejected=version)
-            return Step(hold=back, outcome="rolled_back", reason=found.reason)
+            return HoldChange(hold=back, outcome="rolled_back", reason=found.reason)
     return None
 
 

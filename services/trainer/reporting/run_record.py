@@ -14,7 +14,7 @@ from forge.core.errors import Unavailable
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.batches.logged_rollouts import LoggedRollout
-from services.trainer.checkpoint.history import Entry, Extent, History, extend
+from services.trainer.checkpoint.history import CheckpointHistory, Entry, Extent, extend
 from services.trainer.reporting.queued_sink import Sink
 
 MOST_EVALUATIONS = 1000
@@ -33,7 +33,7 @@ class TrainingRecord:
         self.evaluating = False
         """An evaluation is in flight."""
         self._max_steps = max_steps
-        self.history = History()
+        self.history = CheckpointHistory()
         """History of the current lineage."""
         self.steps: list[pb.StepMetrics] = []
         """All steps, oldest first."""
@@ -90,7 +90,7 @@ class TrainingRecord:
             each for each in self.evaluations if each.step <= self.step and each.step not in saved
         ]
         self.evaluations = [*saved.values(), *ended]
-        self.history = History([*entries, *ended])
+        self.history = CheckpointHistory([*entries, *ended])
         self._rewinds.append(self.step)
         self._kept = None
         self._keep()

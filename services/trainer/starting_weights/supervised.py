@@ -41,7 +41,7 @@ Lessons = Sequence[Sequence[Sample]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class LessonCourse:
     """Parameters of the training."""
 
     epochs: int
@@ -80,7 +80,7 @@ def _prompt(samples: Sequence[Sample]) -> bytes:
     return first.ids[: first.trained[0][0] * TOKEN_BYTES] if first else b""
 
 
-def batches(lessons: Lessons, course: Course) -> Iterator[list[Sample]]:
+def batches(lessons: Lessons, course: LessonCourse) -> Iterator[list[Sample]]:
     """Batches of every conversation once per epoch, in another order each time."""
     for epoch in range(course.epochs):
         order = list(lessons)
@@ -107,7 +107,7 @@ def mean_loss(learner: Learner, lessons: Lessons) -> float:
     return total / max(1, tokens)
 
 
-def teach(learner: Learner, taught: Lessons, held: Lessons, course: Course) -> None:
+def teach(learner: Learner, taught: Lessons, held: Lessons, course: LessonCourse) -> None:
     """Train, and print a line of JSON per update. Raises `InvalidArgument` when one fails."""
     _print(update=0, taught=len(taught), held_out=len(held), held_out_loss=mean_loss(learner, held))
     for update, batch in enumerate(batches(taught, course), 1):
@@ -134,7 +134,7 @@ def warm_start(options: argparse.Namespace) -> None:
         lesson_samples(conversation, tokenizer, source=f"conversation {number}")
         for number, conversation in enumerate(read_conversations(options.data), 1)
     ]
-    course = Course(
+    course = LessonCourse(
         epochs=options.epochs,
         batch_tokens=options.batch_tokens,
         eval_every=options.eval_every,

@@ -38,7 +38,7 @@ from services.console.data.trajectories.token_values import TokenValuesCache
 from services.console.data.trajectories.trajectory_cache import TrajectoryCache
 from services.console.data.trajectories.trajectory_list import TrajectoryList
 from services.console.data.weights_view import WeightsView
-from services.console.http.access import Access
+from services.console.http.access import AccessRules
 from services.console.http.actions import Actions
 from services.console.http.events import Viewers
 from services.console.http.server import HttpServer, Sources
@@ -281,7 +281,7 @@ class Console:
         self.viewers = Viewers(self.topics, news, most=config.http.max_viewers)
         self.server = HttpServer(
             config,
-            Access(config, self.security),
+            AccessRules(config, self.security),
             Sources(
                 viewers=self.viewers,
                 queue=queue,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge.cli.deploy.render.render import Report, render
+from forge.cli.deploy.render.render import RenderResult, render
 
 TWO_HOSTS = """
 [hosts.alpha]
@@ -74,7 +74,9 @@ services = { trainer-rank = 2 }
 RELEASE = "0.1.0"
 
 
-def rendered(text: str, out: Path, *, check_settings: bool = False, rotate: str = "") -> Report:
+def rendered(
+    text: str, out: Path, *, check_settings: bool = False, rotate: str = ""
+) -> RenderResult:
     """Render an inventory."""
     return render(
         text,

@@ -11,7 +11,7 @@ from forge.core.errors import Unavailable
 from forge.v1 import pool_pb2
 from services.pool.store import PoolStore
 from services.scheduler.shards.pool_shards import PoolShards
-from services.scheduler.state.domain_progress import Progress
+from services.scheduler.state.domain_progress import DomainProgress
 from tests.support.pool.servicer import make_servicer
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def _plain(thing: Any, seen: dict[int, int]) -> Any:
     if isinstance(thing, Counter):
         # The order in which kinds came, and those that went, mean nothing.
         return sorted((_plain(key, seen), count) for key, count in thing.items() if count)
-    if isinstance(thing, Progress):
+    if isinstance(thing, DomainProgress):
         recent = {domain: sorted(heap) for domain, heap in thing._recent.items()}
         return sorted(thing._completed.items()), sorted(recent.items())
     if isinstance(thing, dict):

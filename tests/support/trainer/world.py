@@ -17,7 +17,7 @@ from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from services.trainer.actors.checkpointing import Flush, Prune, Write
 from services.trainer.actors.learner import CheckReaders, Restore, TakeSnapshot
 from services.trainer.actors.training import Advance, Training
-from services.trainer.batches.batch_source import Claim, PreparedBatch
+from services.trainer.batches.batch_source import LeasedBatch, PreparedBatch
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig
 from services.trainer.learner.model_replica import Capture, Take
@@ -146,9 +146,9 @@ class FakeSource:
             flat_groups=0, excluded=0,
         )  # fmt: skip
         return PreparedBatch(
-            claim=Claim(batch_id="b", task_ids=("t",), renewal=idle),
+            claim=LeasedBatch(batch_id="b", task_ids=("t",), renewal=idle),
             refills=tuple(
-                Claim(batch_id=f"r{number}", task_ids=(f"t{number}",), renewal=idle)
+                LeasedBatch(batch_id=f"r{number}", task_ids=(f"t{number}",), renewal=idle)
                 for number in range(self._world.refills)
             ),
             samples=samples,
@@ -158,10 +158,10 @@ class FakeSource:
     def prepare(self) -> None:
         self._world.do("prepare")
 
-    async def commit(self, claim: Claim, *, step: int) -> None:
+    async def commit(self, claim: LeasedBatch, *, step: int) -> None:
         self._world.do(f"{'commit' if claim.batch_id == 'b' else 'commit_refill'} {step}")
 
-    async def tombstone(self, claim: Claim, reason: str) -> None:
+    async def tombstone(self, claim: LeasedBatch, reason: str) -> None:
         self._world.do(f"tombstone {reason}")
 
     async def trained_groups(self) -> int:

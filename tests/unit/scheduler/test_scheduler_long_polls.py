@@ -7,7 +7,7 @@ import pytest
 from forge.core.errors import ResourceExhausted, Unavailable
 from services.scheduler import long_polls
 from services.scheduler.long_polls import LongPolls
-from services.scheduler.state.domain_progress import RECENT_ROLLOUTS, Progress
+from services.scheduler.state.domain_progress import RECENT_ROLLOUTS, DomainProgress
 
 
 async def test_longest_waiting_call_is_served_first() -> None:
@@ -62,7 +62,7 @@ async def test_waiting_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_recent_reward_is_the_mean_of_the_last_sealed_rollouts() -> None:
     """A new leader counts them in any order, with the same mean."""
-    progress = Progress()
+    progress = DomainProgress()
     for second in reversed(range(2 * RECENT_ROLLOUTS)):
         old = second < RECENT_ROLLOUTS
         progress.record("code", sealed_unix_s=second, outcome=0.0 if old else 1.0)

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from services.trainer.host_meeting import NAME, Meeting, MeetingFile, make_meeting, use_meeting
+from services.trainer.host_meeting import NAME, HostMeeting, MeetingFile, make_meeting, use_meeting
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def parameters(endpoint: str, *, address: str = "", fewest: int = 1) -> Rendezvo
     )
 
 
-def joined(*meetings: Meeting) -> list[tuple[int, int]]:
+def joined(*meetings: HostMeeting) -> list[tuple[int, int]]:
     """Rank and number of hosts of each host that joins, at the same time."""
     with ThreadPoolExecutor(len(meetings)) as threads:
         found: list[Future[RendezvousInfo]] = [
@@ -39,7 +39,7 @@ def joined(*meetings: Meeting) -> list[tuple[int, int]]:
         return [(one.result().rank, one.result().world_size) for one in found]
 
 
-def hosts(folder: Path, *numbers: int, fewest: int = 1) -> list[Meeting]:
+def hosts(folder: Path, *numbers: int, fewest: int = 1) -> list[HostMeeting]:
     endpoint = str(folder / "meeting")
     return [make_meeting(parameters(endpoint, address=f"host-{n}", fewest=fewest)) for n in numbers]
 
@@ -117,4 +117,4 @@ def test_torchrun_finds_the_meeting_by_its_name(
     use_meeting()
     use_meeting()
     made = rendezvous_handler_registry.create_handler(parameters(str(tmp_path / "meeting")))
-    assert isinstance(made, Meeting) and made.get_backend() == NAME
+    assert isinstance(made, HostMeeting) and made.get_backend() == NAME

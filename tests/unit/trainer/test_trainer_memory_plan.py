@@ -14,7 +14,7 @@ from forge.core.errors import InvalidArgument
 from forge.rl.config import MeshShape
 from forge.rl.parallel.world import World
 from services.trainer import plan
-from services.trainer.memory_plan import Run, Weights, estimate, fitting, size_of
+from services.trainer.memory_plan import MemorySettings, Weights, estimate, fitting, size_of
 from services.trainer.model.lora import inject
 from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import tiny_model
@@ -37,7 +37,7 @@ def test_estimate_is_close_to_the_measured_peak(
     measured = measured_bytes(World(), recompute=recompute, frozen=frozen, adapt=adapt)
     size = size_of(Qwen3Config(**SHAPE), bfloat16=False, lora=lora)
     other = size_of(Qwen3Config(**SHAPE), bfloat16=False, frozen=True)
-    run = Run(
+    run = MemorySettings(
         shape=MeshShape(),
         context=TOKENS,
         bfloat16=False,
@@ -54,7 +54,7 @@ def test_estimate_holds_for_training_by_sequence() -> None:
     """Its head computes in chunks, too; the model's own attention may keep less than a tree's."""
     measured = measured_bytes(World(), merged=False)
     size = size_of(Qwen3Config(**SHAPE), bfloat16=False)
-    found = estimate(size, Run(shape=MeshShape(), context=TOKENS, bfloat16=False))
+    found = estimate(size, MemorySettings(shape=MeshShape(), context=TOKENS, bfloat16=False))
     print(f"measured {measured}, estimated {found.total:.0f}")
     assert measured <= found.total <= measured * 1.33
 
@@ -74,7 +74,7 @@ def test_adapters_leave_frozen_matrices_in_16_bits() -> None:
     matrices = whole.in_layers.all - SHAPE["num_hidden_layers"] * (2 * 128 + 2 * 32)
     assert size.in_layers.narrow == matrices and wide.in_layers.narrow == 0
     for shape in (MeshShape(), MeshShape(dp_shard=2)):
-        run = Run(shape=shape, context=64)
+        run = MemorySettings(shape=shape, context=64)
         full, narrow, other = (estimate(one, run) for one in (whole, size, wide))
         assert narrow.weights < other.weights < full.weights * 1.2
         assert narrow.gradients * 2 == narrow.optimizer < full.optimizer / 5
@@ -85,12 +85,12 @@ def test_shards_divide_what_they_hold() -> None:
     """Weights, gradients and optimizer fall with dp_shard times cp, activations with cp: the first
     range of a sequence, which attends least, has the most tokens."""
     size = size_of(Qwen3Config(**SHAPE), bfloat16=True)
-    one = estimate(size, Run(shape=MeshShape(), context=4096))
-    four = estimate(size, Run(shape=MeshShape(dp_shard=2, cp=2), context=4096))
+    one = estimate(size, MemorySettings(shape=MeshShape(), context=4096))
+    four = estimate(size, MemorySettings(shape=MeshShape(dp_shard=2, cp=2), context=4096))
     assert four.weights == one.weights / 4 and four.optimizer == one.optimizer / 4
     assert one.activations / 2 < four.activations < one.activations * 0.75
     shape = MeshShape(dp_shard=2, cp=2)
-    teacher = estimate(size, Run(shape=shape, context=4096, frozen=(size,)))
+    teacher = estimate(size, MemorySettings(shape=shape, context=4096, frozen=(size,)))
     assert teacher.total - four.total == teacher.frozen > four.weights
 
 
@@ -103,8 +103,8 @@ def test_parts_divide_layers_and_their_activations() -> None:
         assert part.weights == whole.weights and part.outside == whole.outside
         assert whole.in_layers.all / 2 < part.in_layers.all < whole.in_layers.all * 0.52
         assert whole.activation_bytes / 2 < part.activation_bytes < whole.activation_bytes * 0.75
-        one = estimate(whole, Run(shape=MeshShape(dp_shard=2), context=4096))
-        two = estimate(part, Run(shape=shape, context=4096))
+        one = estimate(whole, MemorySettings(shape=MeshShape(dp_shard=2), context=4096))
+        two = estimate(part, MemorySettings(shape=shape, context=4096))
         assert one.weights / 2 < two.weights < one.weights * 0.52
         assert two.optimizer == 2 * two.weights and two.gathered < one.gathered
     few = size_of(Qwen3MoeConfig(**SHAPE, num_experts=7), bfloat16=True, tp=2)
@@ -124,7 +124,7 @@ def test_parts_of_recurrent_layers_are_refused() -> None:
 def test_nearest_settings_that_fit_are_found() -> None:
     """Shards first, then recomputed activations, then ranks of a tree; None if nothing fits."""
     size = size_of(Qwen3Config(**SHAPE), bfloat16=True)
-    run = Run(shape=MeshShape(dp_shard=8), context=1 << 16)
+    run = MemorySettings(shape=MeshShape(dp_shard=8), context=1 << 16)
     assert fitting(size, run, device_bytes=estimate(size, run).total) == run
     less = fitting(size, run, device_bytes=estimate(size, run).total * 0.6)
     assert less is not None and less.recompute and less.shape.cp == 1

@@ -59,7 +59,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backup:
+class BackupTimers:
     """Timers that back up each shard, a replicated one on the first of its hosts."""
 
     at: str
@@ -83,7 +83,7 @@ class Inventory:
     settings: Table
     min_trainer_hosts: int = 0
     """Fewest hosts with `trainer-rank` on which the trainer continues; 0: all of them."""
-    backup: Backup | None = None
+    backup: BackupTimers | None = None
     """None: no shard has a timer."""
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.cli.deploy.inventory.contradictions import contradictions
-from forge.cli.deploy.inventory.inventory import LOCAL, Backup, Host, Inventory
+from forge.cli.deploy.inventory.inventory import LOCAL, BackupTimers, Host, Inventory
 from forge.cli.deploy.inventory.kinds import (
     BACKUP,
     ETCD,
@@ -96,7 +96,7 @@ def _inventory(reader: TableReader, table: Table, release: str) -> Inventory:
     )
 
 
-def _backup(reader: TableReader, table: Table) -> Backup | None:
+def _backup(reader: TableReader, table: Table) -> BackupTimers | None:
     if "backup" not in table:
         return None
     own = reader.table("", table, "backup")
@@ -108,7 +108,7 @@ def _backup(reader: TableReader, table: Table) -> Backup | None:
     if not _DURATION.fullmatch(full_every):
         reader.wrong("backup.full_every", full_every, "a time like 12h or 7d")
     keep = reader.number("backup.", own, "keep", 4, (1, 1000))
-    return Backup(at=at, full_every=full_every, keep=keep)
+    return BackupTimers(at=at, full_every=full_every, keep=keep)
 
 
 def _with_ranks(hosts: Sequence[Host]) -> tuple[Host, ...]:

@@ -34,7 +34,7 @@ INVENTORY, SECRETS, HOSTS = "inventory.toml", "secrets", "hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RenderResult:
     """Result of a render."""
 
     inventory: Inventory
@@ -54,7 +54,7 @@ def render(
     release: str,
     rotate: Collection[str] = (),
     check_settings: bool = True,
-) -> Report:
+) -> RenderResult:
     """Write the files of all hosts. A second call with the same text writes nothing.
 
     `check_settings`: ask each service for wrong settings first. Raises `InvalidArgument` with a
@@ -78,7 +78,7 @@ def render(
         _write(out / INVENTORY, text.encode(), SECRET)
     except OSError as error:
         raise InvalidArgument(f"{error.filename}: {error.strerror}") from None
-    return Report(
+    return RenderResult(
         inventory=inventory,
         secrets=store.changes,
         files={one.manifest.host: len(one.files) for one in rendered},

@@ -20,11 +20,11 @@ from forge.core.queue.groups import (
     ANY,
     Abilities,
     Group,
-    Kind,
     Lease,
     Phase,
     Rollout,
     RolloutPhase,
+    TaskKind,
 )
 from forge.core.trajectory import TrajectoryId
 
@@ -73,12 +73,12 @@ class Dispatch:
     def __init__(self) -> None:
         self._held_back: set[str] = set()
         self._fresh = {
-            purpose: defaultdict[Kind, Lanes[Group]](lambda: Lanes(_to_start))
+            purpose: defaultdict[TaskKind, Lanes[Group]](lambda: Lanes(_to_start))
             for purpose in (False, True)
         }
         """Groups to start, by purpose and kind."""
         self._ready = {
-            purpose: defaultdict[Kind, Lanes[Slot]](lambda: Lanes(_to_hand_out))
+            purpose: defaultdict[TaskKind, Lanes[Slot]](lambda: Lanes(_to_hand_out))
             for purpose in (False, True)
         }
         """Rollouts of running groups, by purpose and kind."""
@@ -136,25 +136,25 @@ class Dispatch:
         """The rollout of a running group to lease next."""
         return _first(self._ready[evaluation], away, fits=able.cover)
 
-    def waiting_kinds(self, away: frozenset[str]) -> set[Kind]:
+    def waiting_kinds(self, away: frozenset[str]) -> set[TaskKind]:
         """The kinds of groups and rollouts that wait for a runner."""
-        waiting = set[Kind]()
+        waiting = set[TaskKind]()
         for purpose in (False, True):
             waiting |= {kind for kind, fresh in self._fresh[purpose].items() if fresh.first(away)}
             waiting |= {kind for kind, ready in self._ready[purpose].items() if ready.first(away)}
         return waiting
 
 
-def _kind(group: Group) -> Kind:
-    return Kind(group.spec.domain, group.spec.scaffold)
+def _kind(group: Group) -> TaskKind:
+    return TaskKind(group.spec.domain, group.spec.scaffold)
 
 
 def _first(
-    lanes_of: dict[Kind, Lanes[Item]], away: frozenset[str], *, fits: Callable[[Kind], bool]
+    lanes_of: dict[TaskKind, Lanes[Item]], away: frozenset[str], *, fits: Callable[[TaskKind], bool]
 ) -> Item | None:
     """The item with the lowest key. Forgets each kind without waiting items."""
     first: tuple[Key, Item] | None = None
-    ended: list[Kind] = []
+    ended: list[TaskKind] = []
     for kind, lanes in lanes_of.items():
         if not fits(kind):
             continue
@@ -168,7 +168,7 @@ def _first(
     return first[1] if first else None
 
 
-class Claims:
+class LeasedAttempts:
     """Leased attempts, and rollouts in back-off."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from itertools import islice
 from forge.core.queue.admission import QueueSettings
 from forge.core.queue.group_counts import STARTED, GroupCounts
 from forge.core.queue.groups import Group, Phase
-from forge.core.queue.selection.mix_shift import UNKNOWN, Kind, kind_of, shift_kl
+from forge.core.queue.selection.mix_shift import UNKNOWN, GroupTraits, kind_of, shift_kl
 from forge.core.queue.selection.selection import Demand, Selection
 from forge.core.queue.selection.staleness import MAY_LAG, Deadlines, Due
 from forge.core.queue.window.window import Window
@@ -56,19 +56,19 @@ class Adaptive(Selection):
         self._set_batch_size(settings.batch_groups)
         self._started_s: dict[int, float] = {}
         """Start time by queue index, of groups that have not ended."""
-        self._ended: dict[int, Kind | None] = {}
+        self._ended: dict[int, GroupTraits | None] = {}
         """By queue index, from the frontier on; None: no known kind."""
         self._frontier = 0
         """Every group below this index has ended."""
-        self._sample: deque[Kind] = deque()
-        self._sampled: Counter[Kind] = Counter()
-        self._complete: defaultdict[Kind, list[int]] = defaultdict(list)
+        self._sample: deque[GroupTraits] = deque()
+        self._sampled: Counter[GroupTraits] = Counter()
+        self._complete: defaultdict[GroupTraits, list[int]] = defaultdict(list)
         """Sorted queue indices of complete groups, by kind."""
         self._groups: dict[int, Group] = {}
         """The complete groups, by queue index."""
-        self._kinds: dict[int, Kind] = {}
+        self._kinds: dict[int, GroupTraits] = {}
         """By queue index, of groups that have ended and are not trained on."""
-        self._carry: defaultdict[Kind, float] = defaultdict(float)
+        self._carry: defaultdict[GroupTraits, float] = defaultdict(float)
         self._steps_on = 0
         """Steps since the queue was last empty."""
         self._changes = 0
@@ -200,7 +200,9 @@ class Adaptive(Selection):
         self._settle(counts, size)
         return sorted((group for _, group in picked), key=lambda group: group.spec.index)
 
-    def _fair(self, window: Window, demand: Demand, picked: Iterable[tuple[Kind, Group]]) -> bool:
+    def _fair(
+        self, window: Window, demand: Demand, picked: Iterable[tuple[GroupTraits, Group]]
+    ) -> bool:
         """Whether the shift of the batch just weighed is within the bound, and that of the batch
         for the groups that it leaves behind."""
         bound, size = self._max_shift_kl, demand.size
@@ -223,11 +225,11 @@ class Adaptive(Selection):
 
     def _catch_up(
         self, behind: Sequence[Group], size: int, now_s: float
-    ) -> defaultdict[Kind, float]:
+    ) -> defaultdict[GroupTraits, float]:
         """A batch of the groups `behind`, filled up with a fair sample. A running group is slower
         than all groups that ended in less time."""
-        counts: defaultdict[Kind, float] = defaultdict(float)
-        running: Counter[Kind] = Counter()
+        counts: defaultdict[GroupTraits, float] = defaultdict(float)
+        running: Counter[GroupTraits] = Counter()
         for group in behind:
             index = group.spec.index
             if group.phase is Phase.COMPLETE:
@@ -252,15 +254,15 @@ class Adaptive(Selection):
 
     def _pick(
         self, window: Window, size: int, away: frozenset[str], due: Due
-    ) -> list[tuple[Kind, Group]]:
+    ) -> list[tuple[GroupTraits, Group]]:
         """The due groups, then the share of each kind, oldest first, then the oldest others."""
         picked = [(self._kinds.get(group.spec.index, UNKNOWN), group) for group in due.groups]
         taken = {group.spec.index for group in due.groups}
         among = {group.spec.index for group in due.among}
         edge = max(among) + 1 if among else window.edge
         counts = Counter(kind for kind, _ in picked)
-        fair: list[tuple[int, Kind]] = []
-        left: dict[Kind, Iterator[int]] = {}
+        fair: list[tuple[int, GroupTraits]] = []
+        left: dict[GroupTraits, Iterator[int]] = {}
         share = self._share(size)
         for kind, order in self._complete.items():
             wanted = share * self._sampled[kind] + self._carry[kind] - counts[kind]
@@ -294,7 +296,7 @@ class Adaptive(Selection):
             return free
         return (index for index in free if self._groups[index].spec.shard not in away)
 
-    def _settle(self, counts: Counter[Kind], size: int) -> None:
+    def _settle(self, counts: Counter[GroupTraits], size: int) -> None:
         if share := self._share(size):
             for kind in self._sampled.keys() | counts.keys():
                 owed = self._carry[kind] + share * self._sampled[kind] - counts[kind]
@@ -309,7 +311,7 @@ class Adaptive(Selection):
             self._changes += 1
 
     def _unlist(self, groups: Iterable[Group]) -> None:
-        gone: defaultdict[Kind, list[int]] = defaultdict(list)
+        gone: defaultdict[GroupTraits, list[int]] = defaultdict(list)
         for group in groups:
             index = group.spec.index
             if self._groups.pop(index, None) is not None:
@@ -319,7 +321,7 @@ class Adaptive(Selection):
             span = slice(bisect_left(order, min(indices)), bisect_left(order, max(indices)) + 1)
             order[span] = [index for index in order[span] if index in self._groups]
 
-    def _note_end(self, index: int, known: Kind | None) -> None:
+    def _note_end(self, index: int, known: GroupTraits | None) -> None:
         if index >= self._frontier:
             self._ended[index] = known
         while self._frontier in self._ended:

@@ -16,7 +16,7 @@ from forge.core.queue.groups import Group
 DIFFICULTY_BINS = 4
 
 
-class Kind(NamedTuple):
+class GroupTraits(NamedTuple):
     """Traits of a group that has ended."""
 
     duration: int
@@ -25,19 +25,22 @@ class Kind(NamedTuple):
     difficulty: int
 
 
-UNKNOWN = Kind(0, "", -1)
+UNKNOWN = GroupTraits(0, "", -1)
 """Started under another leader, or trained on before a rewind."""
 
 
-def kind_of(group: Group, duration_s: float) -> Kind:
+def kind_of(group: Group, duration_s: float) -> GroupTraits:
     """The kind of a group of that duration."""
     difficulty = min(int(group.spec.difficulty * DIFFICULTY_BINS), DIFFICULTY_BINS - 1)
     half_octave = math.floor(2 * math.log2(max(duration_s, 1e-3)))
-    return Kind(half_octave, group.spec.domain, difficulty)
+    return GroupTraits(half_octave, group.spec.domain, difficulty)
 
 
 def shift_kl(
-    counts: Mapping[Kind, float], expected: Mapping[Kind, float], *, drawn: int | None = None
+    counts: Mapping[GroupTraits, float],
+    expected: Mapping[GroupTraits, float],
+    *,
+    drawn: int | None = None,
 ) -> float:
     """Sum over the traits of the divergence beyond chance; `drawn`: how many of the groups were
     drawn by chance, all by default."""
@@ -47,7 +50,7 @@ def shift_kl(
     )
 
 
-def _by_trait(counts: Mapping[Kind, float], trait: int) -> defaultdict[object, float]:
+def _by_trait(counts: Mapping[GroupTraits, float], trait: int) -> defaultdict[object, float]:
     totals: defaultdict[object, float] = defaultdict(float)
     for kind, count in counts.items():
         totals[kind[trait]] += count

@@ -87,7 +87,7 @@ class Filling:
         return [self._lanes[self._lane_of[index]][index] for index in picked]
 
 
-class Complete:
+class CompleteGroups:
     """Sorted indices of complete groups that are not assigned, by lane."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from operator import attrgetter, itemgetter
 from forge.core.queue.admission import UNBOUNDED
 from forge.core.queue.groups import Group, Phase
 from forge.core.queue.window.domain_shares import DomainShares
-from forge.core.queue.window.open_batch import Complete, Filling
+from forge.core.queue.window.open_batch import CompleteGroups, Filling
 from forge.core.queue.window.phase_counts import PhaseCounts
 
 _EVERY_OTHER = ""
@@ -60,7 +60,7 @@ class Window:
         """Groups that are not consumed, by index."""
         self._counts = PhaseCounts()
         """Counts of groups inside that are not consumed."""
-        self._complete = Complete()
+        self._complete = CompleteGroups()
         """Complete groups inside that are not assigned; empty if strict."""
         self._filling = Filling()
         self._passed: set[int] = set()

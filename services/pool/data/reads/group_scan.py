@@ -36,7 +36,7 @@ T = TypeVar("T")
 Page = Sequence[pool_pb2.ScanGroupsResponse]
 
 
-class Read(Protocol):
+class ReadSnapshot(Protocol):
     """Reads one snapshot."""
 
     def __call__(self, look: Callable[[Records], T]) -> T:
@@ -47,7 +47,12 @@ class GroupScan:
     """Every group."""
 
     def __init__(
-        self, read: Read, *, brief: bool = False, table: Table = Table.QUEUE, prefix: bytes = b""
+        self,
+        read: ReadSnapshot,
+        *,
+        brief: bool = False,
+        table: Table = Table.QUEUE,
+        prefix: bytes = b"",
     ) -> None:
         """`read` runs a function in one snapshot. `table` is another index of places in the queue
         and `prefix` the start of its keys, for some of the groups; those are not reconciled
@@ -119,7 +124,9 @@ def groups_by_record(records: Records, *, task_ids: Sequence[TaskId], brief: boo
 class TaskScan:
     """The groups of tasks, in brief."""
 
-    def __init__(self, read: Read, task_ids: Sequence[TaskId], *, absent: bool = False) -> None:
+    def __init__(
+        self, read: ReadSnapshot, task_ids: Sequence[TaskId], *, absent: bool = False
+    ) -> None:
         """`absent`: tasks without a group count as moved, else they are skipped."""
         self._read = read
         self._left = task_ids
@@ -145,7 +152,7 @@ class TaskScan:
 class BoundedScan:
     """Pending groups in queue order, then the newest settled ones, in brief."""
 
-    def __init__(self, read: Read, newest: indexed_groups.NewestSettled) -> None:
+    def __init__(self, read: ReadSnapshot, newest: indexed_groups.NewestSettled) -> None:
         self._read = read
         self._pending = GroupScan(read, brief=True, table=Table.PENDING)
         self._settled = TaskScan(read, newest.task_ids)
@@ -168,7 +175,7 @@ class BoundedScan:
 class ErasedScan:
     """Erased groups, with id, state and reason alone."""
 
-    def __init__(self, read: Read, task_ids: Sequence[TaskId] | None) -> None:
+    def __init__(self, read: ReadSnapshot, task_ids: Sequence[TaskId] | None) -> None:
         """`task_ids`: the tasks to look at; None for all."""
         self._read = read
         self._left = task_ids

@@ -28,7 +28,7 @@ from services.pool.data.summaries import count_turns, rewards_of, turns_of
 from services.pool.metrics import REPAIRS
 from services.pool.storage.change_log import delete_changes
 from services.pool.storage.erasures import is_erased
-from services.pool.storage.groups.group_index import SETTLED_STATES, GroupMoves
+from services.pool.storage.groups.group_index import SETTLED_STATES, StateMoves
 from services.pool.storage.groups.group_records import group_record, group_state, intact_state
 from services.pool.storage.groups.settled_index import index_settled, remove_settled, settled_key
 from services.pool.storage.keys import group_key, task_prefix
@@ -59,7 +59,7 @@ def put_state(
     records: Records,
     task_id: str,
     state: common_pb2.GroupRecord,
-    moves: GroupMoves,
+    moves: StateMoves,
     *,
     now_unix_s: float,
 ) -> None:

@@ -26,7 +26,7 @@ from services.pool.storage.change_log import delete_changes
 from services.pool.storage.erasures import erased_group, is_erased, put_erasure
 from services.pool.storage.groups.group_index import (
     INDEXED_STATES,
-    GroupMoves,
+    StateMoves,
     after_late_seal,
     before_late_seal,
     stored_groups,
@@ -162,7 +162,7 @@ def _put_erased_state(
     if records.has(Table.GROUPS, group_key(task_id)):
         if after.state == common_pb2.GROUP_STATE_TOMBSTONED:
             after.reason = ERASED
-        moves = GroupMoves(records)
+        moves = StateMoves(records)
         put_state(records, task_id, after, moves, now_unix_s=now_unix_s)
         moves.store()
         return

@@ -15,7 +15,7 @@ from forge.v1 import common_pb2
 from services.pool.data.commands import PutGroups, SetGroupStates
 from services.pool.data.removal.freeing import forget_orphan, is_freed, put_state
 from services.pool.storage.erasures import is_erased
-from services.pool.storage.groups.group_index import SETTLED_STATES, GroupMoves, enter_new
+from services.pool.storage.groups.group_index import SETTLED_STATES, StateMoves, enter_new
 from services.pool.storage.groups.group_records import intact_state
 from services.pool.storage.groups.moved_groups import check_not_moved
 from services.pool.storage.groups.settled_index import remove_settled, settled_key
@@ -58,7 +58,7 @@ def set_group_states(records: Records, command: SetGroupStates) -> list[str]:
     }
     # A half-freed group stays in the index until its last record is deleted.
     finished = [task_id for task_id in freed if not _is_half_freed(records, task_id)]
-    moves = GroupMoves(records)
+    moves = StateMoves(records)
     for task_id, state in new.items():
         put_state(records, task_id, state, moves, now_unix_s=command.now_unix_s)
     for task_id in finished:

@@ -134,7 +134,7 @@ def leave_copied(records: Records, task_id: str, state: common_pb2.GroupRecord |
         _store(records, counts)
 
 
-class GroupMoves:
+class StateMoves:
     """State changes of groups in one command; call `store` last."""
 
     def __init__(self, records: Records) -> None:

@@ -78,7 +78,7 @@ class FindUnknown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class AttemptReport:
     """The end of one attempt."""
 
     trajectory_id: str
@@ -95,7 +95,7 @@ class Report:
 class SettleRollouts:
     """Ends of attempts, reported by runners or found in the pool."""
 
-    reports: Sequence[Report]
+    reports: Sequence[AttemptReport]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from services.scheduler.state.messages.batches import (
 )
 from services.scheduler.state.messages.groups import ViewGroups
 from services.scheduler.state.messages.rollouts import (
+    AttemptReport,
     DismissRunner,
     LeaseRollouts,
     RenewRollouts,
-    Report,
     SettleRollouts,
 )
 from services.scheduler.state.messages.term import SetAway, Tick
@@ -33,7 +33,9 @@ from tests.support.scheduler.term_calls import lease, name_on, status, submit
 async def complete(term: TermActors, *trajectory_ids: str) -> None:
     for trajectory_id in trajectory_ids:
         term.shards.seal(trajectory_id)
-    reports = [Report(trajectory_id=i, summary=term.shards.stored[i]) for i in trajectory_ids]
+    reports = [
+        AttemptReport(trajectory_id=i, summary=term.shards.stored[i]) for i in trajectory_ids
+    ]
     await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
 
 
@@ -166,7 +168,7 @@ async def test_final_state_of_an_unreachable_shard_delays_no_other(
     await submit(term, make_task(here), make_task(there))
     shards.down.add("s1")
     reports = [
-        Report(trajectory_id=each, error="no such scaffold", permanent=True)
+        AttemptReport(trajectory_id=each, error="no such scaffold", permanent=True)
         for each in await lease(term)
     ]
     await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
@@ -194,7 +196,7 @@ async def test_final_states_are_stored_before_an_orderly_end(
     await submit(term, make_task("a"))
     (trajectory_id,) = await lease(term)
     monkeypatch.setattr(shards, "_answer", answer_late)
-    report = Report(trajectory_id=trajectory_id, error="no such scaffold", permanent=True)
+    report = AttemptReport(trajectory_id=trajectory_id, error="no such scaffold", permanent=True)
     await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)
     await status(term)
     await term.system.stop()
@@ -212,7 +214,8 @@ async def test_shard_that_hangs_with_a_final_state_delays_no_commit(
     await complete(term, sealed)
     batch = await take(term, 1)
     reports = [
-        Report(trajectory_id=each, error="no such scaffold", permanent=True) for each in given_up
+        AttemptReport(trajectory_id=each, error="no such scaffold", permanent=True)
+        for each in given_up
     ]
     for report in reversed(reports):
         await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)

@@ -14,9 +14,9 @@ from services.scheduler.state import draining_runners
 from services.scheduler.state.draining_runners import SetRunnerDraining, changed_drains
 from services.scheduler.state.messages.batches import TakeBatch
 from services.scheduler.state.messages.rollouts import (
+    AttemptReport,
     LeaseRollouts,
     RenewRollouts,
-    Report,
     SettleRollouts,
 )
 from services.scheduler.state.messages.term import SetActivity, Tick
@@ -41,7 +41,7 @@ async def sample(term: TermActors, *rewards: float) -> None:
     ids = [grant.trajectory_id for grant in grants]
     for trajectory_id, reward in zip(ids, rewards, strict=True):
         term.shards.seal(trajectory_id, reward=reward)
-    reports = [Report(trajectory_id=i, summary=term.shards.stored[i]) for i in ids]
+    reports = [AttemptReport(trajectory_id=i, summary=term.shards.stored[i]) for i in ids]
     await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)
 
 
@@ -93,10 +93,10 @@ async def test_trajectory_sealed_too_late_is_counted(term: TermActors) -> None:
     await submit(term, make_task("a", size=2))
     ask = LeaseRollouts(runner_id="r", max_rollouts=2)
     first, second = await (await term.queue.ask(ask, timeout_s=ASK_S))
-    gone = Report(trajectory_id=first.trajectory_id, error="bad", permanent=True)
+    gone = AttemptReport(trajectory_id=first.trajectory_id, error="bad", permanent=True)
     await term.queue.ask(SettleRollouts(reports=[gone]), timeout_s=ASK_S)
     term.shards.seal(second.trajectory_id)
-    late = Report(
+    late = AttemptReport(
         trajectory_id=second.trajectory_id, summary=term.shards.stored[second.trajectory_id]
     )
     await term.queue.ask(SettleRollouts(reports=[late]), timeout_s=ASK_S)

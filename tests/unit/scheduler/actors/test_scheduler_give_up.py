@@ -16,7 +16,7 @@ from services.scheduler.service import SchedulerServicer
 from services.scheduler.shards.pool_shards import PoolShards
 from services.scheduler.state.messages.batches import ReleaseBatch
 from services.scheduler.state.messages.groups import Submit, ViewGroups
-from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
+from services.scheduler.state.messages.rollouts import AttemptReport, LeaseRollouts, SettleRollouts
 from services.scheduler.state.messages.term import GetStatus
 from tests.support.runtime.unused import unused
 from tests.support.scheduler.cluster import make_task
@@ -42,7 +42,7 @@ async def complete(term: TermActors, *task_ids: str) -> None:
     for grant in grants:
         term.shards.seal(grant.trajectory_id)
     reports = [
-        Report(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
+        AttemptReport(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
         for g in grants
     ]
     await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)

@@ -10,10 +10,10 @@ from forge.core.errors import Unavailable
 from services.scheduler.state.messages.batches import CommitBatch, RenewBatch, Rewind, TakeBatch
 from services.scheduler.state.messages.groups import ListTagged, Submit
 from services.scheduler.state.messages.rollouts import (
+    AttemptReport,
     FindUnknown,
     LeaseRollouts,
     RenewRollouts,
-    Report,
     SettleRollouts,
 )
 from services.scheduler.state.messages.term import GetStatus, NoteHead, SetAway
@@ -37,7 +37,7 @@ async def unread(term: TermActors) -> TermActors:
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     term.shards.seal(grant.trajectory_id)
     summary = term.shards.stored[grant.trajectory_id]
-    report = Report(trajectory_id=grant.trajectory_id, summary=summary)
+    report = AttemptReport(trajectory_id=grant.trajectory_id, summary=summary)
     await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)
     await term.queue.ask(SetAway(shards=AWAY, unread=AWAY), timeout_s=ASK_S)
     return term
@@ -100,7 +100,7 @@ async def test_term_record_bounds_the_head(term: TermActors) -> None:
     for grant in grants:
         term.shards.seal(grant.trajectory_id)
     reports = [
-        Report(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
+        AttemptReport(trajectory_id=g.trajectory_id, summary=term.shards.stored[g.trajectory_id])
         for g in grants
     ]
     await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)

@@ -8,7 +8,7 @@ from services.scheduler.state import erased_groups
 from services.scheduler.state.erased_groups import NoteErased
 from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
 from services.scheduler.state.messages.groups import Submit, ViewGroups
-from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
+from services.scheduler.state.messages.rollouts import AttemptReport, LeaseRollouts, SettleRollouts
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, TermActors
 
@@ -52,7 +52,7 @@ async def test_erased_group_in_a_batch_stays_there(term: TermActors) -> None:
     (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
     term.shards.seal(grant.trajectory_id)
     summary = term.shards.stored[grant.trajectory_id]
-    report = Report(trajectory_id=grant.trajectory_id, summary=summary)
+    report = AttemptReport(trajectory_id=grant.trajectory_id, summary=summary)
     await term.queue.ask(SettleRollouts(reports=(report,)), timeout_s=ASK_S)
     take = TakeBatch(trainer_id="t", max_groups=1, held={})
     batch = await (await term.queue.ask(take, timeout_s=ASK_S))

@@ -11,9 +11,9 @@ from forge.core.queue.activity import Activity
 from forge.core.queue.dispatch.failures import FailureKind
 from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
 from services.scheduler.state.messages.groups import Submit
-from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
+from services.scheduler.state.messages.rollouts import AttemptReport, LeaseRollouts, SettleRollouts
 from services.scheduler.state.messages.term import SetAway, Tick
-from services.scheduler.state.stalls import Facts, Head, why
+from services.scheduler.state.stalls import Facts, HeadGroup, why
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, Clock, FakeShards, TermActors
 from tests.support.scheduler.term_calls import status
@@ -40,7 +40,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
             "complete_in_window": 3,
             "assigned": 3,
             "complete_outside_window": 6,
-            "head": Head(task_id="a", index=17, open_rollouts=2, failures=1),
+            "head": HeadGroup(task_id="a", index=17, open_rollouts=2, failures=1),
         },
         "task a (index 17): 2 of its rollouts have not ended, with 1 failures",
     ),
@@ -111,7 +111,9 @@ async def test_status_shows_a_stall_until_a_batch_is_committed(
     clock.now_s = 200.0
     found = await status(term)
     assert (found.stall.cause, found.untrained_s) == ("no_runner", 200.0)
-    report = Report(trajectory_id=trajectory_id, error="no router", kind=FailureKind.INFRASTRUCTURE)
+    report = AttemptReport(
+        trajectory_id=trajectory_id, error="no router", kind=FailureKind.INFRASTRUCTURE
+    )
     await term.queue.ask(SettleRollouts(reports=[report]), timeout_s=ASK_S)
     clock.now_s = 202.0
     ask = LeaseRollouts(runner_id="r", max_rollouts=1)
@@ -120,7 +122,9 @@ async def test_status_shows_a_stall_until_a_batch_is_committed(
     assert (found.stall.cause, found.faults) == ("faults", 1)
     assert "no router" in found.stall.text
     shards.seal(again.trajectory_id)
-    sealed = Report(trajectory_id=again.trajectory_id, summary=shards.stored[again.trajectory_id])
+    sealed = AttemptReport(
+        trajectory_id=again.trajectory_id, summary=shards.stored[again.trajectory_id]
+    )
     await term.queue.ask(SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
     take = TakeBatch(trainer_id="t", max_groups=1)
     batch = await (await term.queue.ask(take, timeout_s=ASK_S))
@@ -151,7 +155,7 @@ async def test_time_without_tasks_is_no_stall(term: TermActors, clock: Clock) ->
 async def test_stall_continues_after_a_queue_of_tombstones(term: TermActors, clock: Clock) -> None:
     """Tasks that fail one after the other are a stall, also if each is submitted alone."""
     for task_id in ("a", "b"):
-        failed = Report(
+        failed = AttemptReport(
             trajectory_id=await submit_and_lease(term, task_id), error="died", permanent=True
         )
         await term.queue.ask(SettleRollouts(reports=[failed]), timeout_s=ASK_S)

@@ -15,7 +15,7 @@ from forge.core.named_tensor import NamedTensor as Received
 from forge.rl.config import MtpConfig, OptimizerConfig
 from services.inference.engines.embedded.model.policy import Policy
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.learner.model_replica import Capture
 from services.trainer.published.publisher import Snapshot
@@ -34,7 +34,9 @@ def learner(model_path: Path, checkpoints: Path, **settings: Any) -> LearnerActo
 
 def save(actor: LearnerActor, checkpoints: Path) -> Path:
     write = actor.receive(Capture()).write
-    return CheckpointStore(checkpoints).save(write, step=1, weight_version=2, history=History())
+    return CheckpointStore(checkpoints).save(
+        write, step=1, weight_version=2, history=CheckpointHistory()
+    )
 
 
 def sent(actor: LearnerActor) -> dict[str, Received]:

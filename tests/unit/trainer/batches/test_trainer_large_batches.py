@@ -25,7 +25,7 @@ from services.scheduler import service as scheduler_service
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.state.messages.batches import ReleaseBatch
 from services.scheduler.state.messages.groups import Submit
-from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
+from services.scheduler.state.messages.rollouts import AttemptReport, LeaseRollouts, SettleRollouts
 from services.trainer.batches.batch_source import BatchSource, SourceSettings
 from services.trainer.batches.reading import LocalReading
 from services.trainer.batches.trajectory_fetch import TrajectoryFetch
@@ -84,7 +84,9 @@ async def complete(term: TermActors) -> None:
             summary = term.shards.stored[grant.trajectory_id]
             summary.task_id, summary.domain = grant.task.task_id, "d" * 64
         reports = [
-            Report(trajectory_id=one.trajectory_id, summary=term.shards.stored[one.trajectory_id])
+            AttemptReport(
+                trajectory_id=one.trajectory_id, summary=term.shards.stored[one.trajectory_id]
+            )
             for one in grants
         ]
         await term.queue.ask(SettleRollouts(reports=reports), timeout_s=ASK_S)

@@ -20,7 +20,7 @@ from forge.core.errors import DataLoss, ResourceExhausted
 from forge.rl.parallel.state_memory import placed
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint.files import Contents, WrittenFile
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.reading import (
     check_files,
     fill_learner,
@@ -29,7 +29,7 @@ from services.trainer.checkpoint.reading import (
     read_learner,
     read_published,
 )
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.shards import Shard
 from services.trainer.checkpoint.store import CheckpointStore
 from tests.support.runtime.disks import full_beyond
@@ -40,7 +40,7 @@ def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path
         lambda directory: write(directory, content),
         step=step,
         weight_version=step + 10,
-        history=History([pb.StepMetrics(step=step)]),
+        history=CheckpointHistory([pb.StepMetrics(step=step)]),
     )
 
 
@@ -74,7 +74,7 @@ def test_run_may_start_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     contents = Contents(
         model={"w": torch.zeros(2)}, learner={}, model_path=source, sidecars={},
     )  # fmt: skip
-    path = store.save(contents.write, step=1, weight_version=2, history=History())
+    path = store.save(contents.write, step=1, weight_version=2, history=CheckpointHistory())
     model = ["model.safetensors", "published.json"]
     assert names(path) == [
         *("config.json", "history.jsonl", "learner.pt", *model, "state", "state.json")
@@ -84,7 +84,7 @@ def test_run_may_start_from_the_checkpoint_of_another(tmp_path: Path) -> None:
 
 def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     """In the order of their steps, not of their names' length; and those that are held."""
-    store = CheckpointStore(tmp_path, Retention(last=2, every_steps=0))
+    store = CheckpointStore(tmp_path, CheckpointRetention(last=2, every_steps=0))
     for step in (7, 8, 9, 10):
         save(store, step)
     assert store.oldest_step(recorded=7) == 7
@@ -99,7 +99,7 @@ def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_checkpoint_kept_for_good_is_no_end_of_a_rewind(tmp_path: Path) -> None:
     """The pool may free what was trained after it."""
-    store = CheckpointStore(tmp_path, Retention(last=1, every_steps=10))
+    store = CheckpointStore(tmp_path, CheckpointRetention(last=1, every_steps=10))
     for step in (10, 14, 18):
         save(store, step)
         store.prune(held={step})
@@ -116,7 +116,7 @@ def test_retention_keeps_the_newest_and_one_of_each_interval(
     steps: set[int], last: int, every: int
 ) -> None:
     """Removing the others changes no later answer."""
-    retention = Retention(last=last, every_steps=every)
+    retention = CheckpointRetention(last=last, every_steps=every)
     kept = retention.kept(steps)
     assert kept <= steps and set(sorted(steps)[-last:]) <= kept
     assert retention.kept(kept) == kept
@@ -159,7 +159,7 @@ def test_crash_while_writing_keeps_the_older_checkpoints(tmp_path: Path) -> None
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.save(crash, step=2, weight_version=12, history=History())
+        store.save(crash, step=2, weight_version=12, history=CheckpointHistory())
     again = CheckpointStore(tmp_path)
     assert [one.step for one in again.newest_first()] == [1]
     assert names(tmp_path) == ["latest", "step-00000001"]
@@ -236,7 +236,7 @@ def test_full_disk_is_an_error_without_leftover_files(tmp_path: Path) -> None:
         (directory / "more.bin").write_bytes(b"more")
 
     with pytest.raises(ResourceExhausted, match="step-00000001: No space left"):
-        store.save(full, step=1, weight_version=1, history=History())
+        store.save(full, step=1, weight_version=1, history=CheckpointHistory())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -254,7 +254,7 @@ def test_full_disk_gives_the_same_error_from_every_writer(tmp_path: Path, large:
     contents = Contents(**parts, model_path=tmp_path)
     store = CheckpointStore(tmp_path / "out")
     with full_beyond(1 << 16), pytest.raises(ResourceExhausted, match="step-00000001"):
-        store.save(contents.write, step=1, weight_version=1, history=History())
+        store.save(contents.write, step=1, weight_version=1, history=CheckpointHistory())
     assert list((tmp_path / "out").iterdir()) == []
 
 

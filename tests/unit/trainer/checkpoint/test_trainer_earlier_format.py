@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from forge.rl.config import MtpConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import LearnerActor, Restore
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.reading import master_weights
 from services.trainer.learner.model_replica import Capture, Take
 from tests.support.rl.models import make_sample
@@ -61,7 +61,7 @@ def test_run_continues_from_a_checkpoint_of_an_earlier_release(folder: Path) -> 
     old = folder / "checkpoints" / "step-00000002"
     actor = restored(folder, step=2)
     path = actor._checkpoints.save(
-        actor.receive(Capture()).write, step=3, weight_version=4, history=History()
+        actor.receive(Capture()).write, step=3, weight_version=4, history=CheckpointHistory()
     )
     assert next_step(actor) == pytest.approx((LOSS, GRAD_NORM), rel=1e-5)
     expected = load_file(old / "master.safetensors")

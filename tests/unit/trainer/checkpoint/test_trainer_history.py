@@ -12,7 +12,7 @@ import pytest
 
 from forge.core.errors import ResourceExhausted
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoint.history import Entry, History
+from services.trainer.checkpoint.history import CheckpointHistory, Entry
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.reporting.run_record import TrainingRecord
 from tests.support.runtime.disks import full_beyond
@@ -22,7 +22,7 @@ def taken(step: int, *, loss: float = 0.0) -> pb.StepMetrics:
     return pb.StepMetrics(step=step, loss=loss)
 
 
-def save(store: CheckpointStore, history: History, step: int) -> Path:
+def save(store: CheckpointStore, history: CheckpointHistory, step: int) -> Path:
     return store.save(lambda _: None, step=step, weight_version=1, history=history)
 
 
@@ -38,7 +38,7 @@ def lines(checkpoint: Path) -> int:
 def test_checkpoint_writes_the_history_since_the_last_one(tmp_path: Path) -> None:
     """They share a file; each knows its own part. Entries added during the write, of steps that it
     does not cover, are not included."""
-    store, history = CheckpointStore(tmp_path), History([taken(1), pb.Evaluation(step=1)])
+    store, history = CheckpointStore(tmp_path), CheckpointHistory([taken(1), pb.Evaluation(step=1)])
     first = save(store, history, 1)
     for entry in (taken(2), pb.Evaluation(step=2), taken(3)):
         history.add(entry)
@@ -50,7 +50,7 @@ def test_checkpoint_writes_the_history_since_the_last_one(tmp_path: Path) -> Non
 
 def test_copied_checkpoint_has_its_whole_history(tmp_path: Path) -> None:
     """For any later additions, and if its source is deleted."""
-    store, history = CheckpointStore(tmp_path / "here"), History([taken(1)])
+    store, history = CheckpointStore(tmp_path / "here"), CheckpointHistory([taken(1)])
     first = save(store, history, 1)
     history.add(taken(2))
     save(store, history, 2)
@@ -63,7 +63,7 @@ def test_failed_save_leaves_nothing_in_the_next_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its additions are cut off, and added again."""
-    store, history = CheckpointStore(tmp_path), History([taken(1)])
+    store, history = CheckpointStore(tmp_path), CheckpointHistory([taken(1)])
     save(store, history, 1)
     history.add(taken(2))
     with monkeypatch.context() as patched, pytest.raises(ResourceExhausted):
@@ -78,7 +78,7 @@ def test_complete_checkpoint_keeps_its_history_after_later_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link `latest` could not be moved to it, and the next save meets a full disk."""
-    store, history = CheckpointStore(tmp_path), History([taken(1)])
+    store, history = CheckpointStore(tmp_path), CheckpointHistory([taken(1)])
     first = save(store, history, 1)
     size = (first / "history.jsonl").stat().st_size
     history.add(taken(2))
@@ -117,7 +117,7 @@ def test_history_is_written_whole_without_hard_links(
 ) -> None:
     """Not every file system has them."""
     monkeypatch.setattr(os, "link", refuse)
-    store, history = CheckpointStore(tmp_path), History([taken(1)])
+    store, history = CheckpointStore(tmp_path), CheckpointHistory([taken(1)])
     first = save(store, history, 1)
     history.add(taken(2))
     second = save(store, history, 2)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from forge.core.errors import DataLoss
 from forge.rl.config import MtpConfig, OptimizerConfig
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.reading import master_weights
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.learner.model_replica import Capture
@@ -54,7 +54,10 @@ async def received(actor: LearnerActor) -> dict[str, tuple[str, bytes]]:
 
 def saved(actor: LearnerActor, checkpoints: Path, *, step: int) -> Path:
     return CheckpointStore(checkpoints).save(
-        actor.receive(Capture()).write, step=step, weight_version=step + 1, history=History()
+        actor.receive(Capture()).write,
+        step=step,
+        weight_version=step + 1,
+        history=CheckpointHistory(),
     )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.remote_copies import RemoteCopies
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.store import CheckpointStore
 
 
@@ -17,7 +17,7 @@ def saved(store: CheckpointStore, step: int) -> Path:
     def write(folder: Path) -> None:
         (folder / "model.bin").write_bytes(bytes([step]))
 
-    return store.save(write, step=step, weight_version=step, history=History())
+    return store.save(write, step=step, weight_version=step, history=CheckpointHistory())
 
 
 def names(directory: Path) -> list[str]:
@@ -26,7 +26,7 @@ def names(directory: Path) -> list[str]:
 
 def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     """Retention leaves a copy under another name, and a restart passes over it."""
-    store = CheckpointStore(tmp_path, Retention(last=1))
+    store = CheckpointStore(tmp_path, CheckpointRetention(last=1))
     saved(store, 1).joinpath("model.bin").read_bytes()
     copy = tmp_path / "step-00000001.before-2"
     saved(CheckpointStore(tmp_path / "other"), 1).rename(copy)
@@ -39,7 +39,7 @@ def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["file://{}/remote", "memory://leftovers/run"])
 def test_other_names_are_no_copies(url: str, tmp_path: Path) -> None:
     """At a URL, too: further checkpoints are copied there."""
-    copies = RemoteCopies(url.format(tmp_path), Retention(last=1))
+    copies = RemoteCopies(url.format(tmp_path), CheckpointRetention(last=1))
     files, root = fsspec.core.url_to_fs(url.format(tmp_path))
     files.makedirs(f"{root}/step-00000001.before-2", exist_ok=True)
     files.pipe_file(f"{root}/step-00000001.before-2/state.json", b'{"files": {}}')
@@ -53,7 +53,7 @@ def test_other_names_are_no_copies(url: str, tmp_path: Path) -> None:
 def test_earlier_failures_stop_no_later_checkpoint(tmp_path: Path) -> None:
     """A link that was not moved, and a directory that was not removed completely: NFS keeps the
     names of open files."""
-    store = CheckpointStore(tmp_path, Retention(last=1))
+    store = CheckpointStore(tmp_path, CheckpointRetention(last=1))
     (tmp_path / "latest.unfinished").symlink_to("step-00000000")
     (tmp_path / "step-00000001.unfinished").mkdir()
     (tmp_path / "step-00000001.unfinished" / ".nfs01").touch()

@@ -14,7 +14,7 @@ from forge.core.errors import ConfigError
 from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from services.trainer.actors.learner import Restore
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.setting_tables import LoraSettings
@@ -30,7 +30,7 @@ def checkpoints(model_path: Path, tmp_path: Path) -> Path:
     plan = plan_batch(samples, token_budget=64, channels=32)
     assert not actor.receive(Take(plan=plan, weight_version=1)).skipped
     CheckpointStore(tmp_path).save(
-        actor.receive(Capture()).write, step=1, weight_version=2, history=History()
+        actor.receive(Capture()).write, step=1, weight_version=2, history=CheckpointHistory()
     )
     return tmp_path
 
@@ -86,7 +86,7 @@ def test_unreadable_checkpoint_is_left_to_the_restore(model_path: Path, checkpoi
     actor = started_learner(model_path, checkpoints)
     actor.receive(Restore())
     path = CheckpointStore(checkpoints).save(
-        actor.receive(Capture()).write, step=2, weight_version=3, history=History()
+        actor.receive(Capture()).write, step=2, weight_version=3, history=CheckpointHistory()
     )
     size = (path / "learner.pt").stat().st_size
     (path / "learner.pt").write_bytes(b"x" * size)

@@ -11,9 +11,9 @@ import pytest
 
 from forge.core.errors import ConfigError, Unavailable
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.remote_copies import RemoteCopies, newest_step
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.store import CheckpointStore, read_checkpoint
 
 
@@ -34,7 +34,7 @@ def saved(directory: Path, step: int, lineage: str = "l", fence: int = 1) -> Pat
         write,
         step=step,
         weight_version=step,
-        history=History([pb.StepMetrics(step=step)]),
+        history=CheckpointHistory([pb.StepMetrics(step=step)]),
         lineage=lineage,
         fence=fence,
     )
@@ -43,7 +43,7 @@ def saved(directory: Path, step: int, lineage: str = "l", fence: int = 1) -> Pat
 def test_copy_is_the_same_checkpoint(url: str, tmp_path: Path) -> None:
     """With all files in their folders; one that is not newer is not fetched, nor one of another
     lineage."""
-    copies, other = RemoteCopies(url, Retention()), tmp_path / "other"
+    copies, other = RemoteCopies(url, CheckpointRetention()), tmp_path / "other"
     path = saved(tmp_path / "own", 3)
     copies.put(path)
     assert copies.fetch_newer(other, lineage="another", after=0) == 0
@@ -57,7 +57,7 @@ def test_copy_is_the_same_checkpoint(url: str, tmp_path: Path) -> None:
 
 
 def test_copies_are_kept_by_the_same_rule(url: str, tmp_path: Path) -> None:
-    copies = RemoteCopies(url, Retention(last=1, every_steps=10))
+    copies = RemoteCopies(url, CheckpointRetention(last=1, every_steps=10))
     for step in (10, 12, 14):
         copies.put(saved(tmp_path / "own", step))
     assert copies.steps() == [10, 14]
@@ -67,7 +67,7 @@ def test_new_lineage_keeps_its_copies_beside_those_of_an_ended_one(
     url: str, tmp_path: Path
 ) -> None:
     """At the same URL: later steps of the ended lineage do not count, and stay."""
-    copies = RemoteCopies(url, Retention(last=2))
+    copies = RemoteCopies(url, CheckpointRetention(last=2))
     for step in (98, 100):
         copies.put(saved(tmp_path / "ended", step, "ended", fence=3))
     for step in (2, 4, 6):
@@ -79,7 +79,7 @@ def test_new_lineage_keeps_its_copies_beside_those_of_an_ended_one(
 
 def test_copies_of_undone_steps_are_removed(url: str, tmp_path: Path) -> None:
     """A rewind has undone them; a former trainer that ends its copy late removes none."""
-    copies = RemoteCopies(url, Retention(last=2))
+    copies = RemoteCopies(url, CheckpointRetention(last=2))
     for step in (8, 10):
         copies.put(saved(tmp_path / "former", step, fence=1))
     copies.put(saved(tmp_path / "own", 9, fence=2))
@@ -93,7 +93,7 @@ def test_copy_that_was_cut_does_not_count(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The former copy stays the newest, and the next attempt completes it."""
-    copies = RemoteCopies(url, Retention())
+    copies = RemoteCopies(url, CheckpointRetention())
     copies.put(saved(tmp_path / "own", 1))
     later = saved(tmp_path / "own", 2)
     put = copies._files.put_file
@@ -115,7 +115,7 @@ def test_copy_that_was_cut_does_not_count(
 @pytest.mark.parametrize("damage", ["short", "missing", "state"])
 def test_damaged_copy_is_passed_over(url: str, tmp_path: Path, damage: str) -> None:
     """For the older copy: a file is short or missing, or the state file was cut."""
-    copies, other = RemoteCopies(url, Retention()), tmp_path / "other"
+    copies, other = RemoteCopies(url, CheckpointRetention()), tmp_path / "other"
     for step in (1, 2):
         copies.put(saved(tmp_path / "own", step))
     folder = copies._folder(2)
@@ -133,7 +133,7 @@ def test_damaged_copy_is_passed_over(url: str, tmp_path: Path, damage: str) -> N
 
 def test_copy_with_a_path_outside_of_it_is_refused(url: str, tmp_path: Path) -> None:
     """Nothing arrives."""
-    copies, other = RemoteCopies(url, Retention()), tmp_path / "other"
+    copies, other = RemoteCopies(url, CheckpointRetention()), tmp_path / "other"
     copies.put(saved(tmp_path / "own", 2))
     file = copies._folder(2) + "/state.json"
     state: dict[str, Any] = json.loads(copies._files.cat_file(file))
@@ -147,4 +147,4 @@ def test_copy_with_a_path_outside_of_it_is_refused(url: str, tmp_path: Path) -> 
 def test_url_without_its_package_is_refused() -> None:
     """The line names the setting, and what is missing."""
     with pytest.raises(ConfigError, match=r"checkpoint.copy_to = 'nosuch://b': .*nosuch"):
-        RemoteCopies("nosuch://b", Retention())
+        RemoteCopies("nosuch://b", CheckpointRetention())

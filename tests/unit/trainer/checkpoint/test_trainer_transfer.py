@@ -13,7 +13,7 @@ import pytest
 from forge.core.errors import DataLoss, NotFound
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint import transfer
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore, read_checkpoint
 from services.trainer.checkpoint.transfer import Staging, is_current, pieces
 
@@ -44,7 +44,10 @@ def save(directory: Path, step: int) -> Checkpoint:
 
     store = CheckpointStore(directory)
     path = store.save(
-        write, step=step, weight_version=step, history=History([pb.StepMetrics(step=step)])
+        write,
+        step=step,
+        weight_version=step,
+        history=CheckpointHistory([pb.StepMetrics(step=step)]),
     )
     return read_checkpoint(path)
 

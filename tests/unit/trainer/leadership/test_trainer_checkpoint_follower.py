@@ -14,8 +14,8 @@ import pytest
 
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors.checkpointing import CheckpointWriter, Prune
-from services.trainer.checkpoint.history import History
-from services.trainer.checkpoint.retention import Retention
+from services.trainer.checkpoint.history import CheckpointHistory
+from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.store import (
     CheckpointStore,
     checkpoints_in,
@@ -33,7 +33,10 @@ class Leader:
     def __init__(self, directory: Path) -> None:
         store = CheckpointStore(directory)
         path = store.save(
-            lambda folder: None, step=1, weight_version=1, history=History([pb.StepMetrics(step=1)])
+            lambda folder: None,
+            step=1,
+            weight_version=1,
+            history=CheckpointHistory([pb.StepMetrics(step=1)]),
         )
         saved = read_checkpoint(path)
         self.record = LineageRecord(
@@ -94,7 +97,7 @@ def follower_of(leader: Leader, directory: Path) -> CheckpointFollower:
     context: Any = SimpleNamespace(
         coordinator=leader, channels=leader, metadata={"incarnation": "standby"}
     )
-    return CheckpointFollower(context, directory, Retention())
+    return CheckpointFollower(context, directory, CheckpointRetention())
 
 
 async def test_leader_waits_until_a_checkpoint_is_stored(leader: Leader, tmp_path: Path) -> None:
@@ -147,10 +150,13 @@ async def test_checkpoint_that_arrives_during_an_election_is_stored(
 async def test_checkpoint_that_is_fetched_is_not_removed(tmp_path: Path) -> None:
     """Nor the one that the record names; both are once they are neither."""
     directory = tmp_path / "leader"
-    source, store = CheckpointSource(directory), CheckpointStore(directory, Retention(last=1))
+    source, store = (
+        CheckpointSource(directory),
+        CheckpointStore(directory, CheckpointRetention(last=1)),
+    )
     writer = CheckpointWriter(store, source.sending)
     for step in (1, 2, 3):
-        store.save(lambda folder: None, step=step, weight_version=1, history=History())
+        store.save(lambda folder: None, step=step, weight_version=1, history=CheckpointHistory())
     async with aclosing(source.send(pb.FetchCheckpointRequest(step=1, trainer="s"))) as responses:
         await anext(responses)
         assert writer.receive(Prune(recorded=2)) == 2

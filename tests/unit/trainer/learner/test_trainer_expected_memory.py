@@ -19,7 +19,7 @@ from services.trainer.learner.expected_memory import (
     log_estimate,
     log_expected_memory,
 )
-from services.trainer.memory_plan import GIB, Run, estimate, size_of
+from services.trainer.memory_plan import GIB, MemorySettings, estimate, size_of
 from services.trainer.mesh import MeshSettings
 from services.trainer.setting_tables import LoraSettings
 from tests.support.rl.models import tiny_model
@@ -45,7 +45,7 @@ def test_estimate_is_that_of_the_plan(settings: dict[str, Any]) -> None:
     config = TrainerConfig(**settings, ranks=4, mesh=mesh, objective=objective)
     about = AutoConfig.from_pretrained(settings["model_path"])
     size, other = (size_of(about, bfloat16=True, tp=2, frozen=one) for one in (False, True))
-    run = Run(shape=MeshShape(dp_shard=2, tp=2), context=4096, frozen=(other,))
+    run = MemorySettings(shape=MeshShape(dp_shard=2, tp=2), context=4096, frozen=(other,))
     assert expected_memory(config) == estimate(size, run)
 
 

@@ -25,7 +25,7 @@ from forge.rl.config import MtpConfig, ObjectiveConfig, OptimizerConfig
 from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.learner import heartbeats, rank_group, rank_processes
@@ -233,7 +233,10 @@ def test_two_ranks_train_as_one_rank_does(
         if seed == 0:
             for actor in (alone, pair):
                 actor._checkpoints.save(
-                    actor.receive(Capture()).write, step=1, weight_version=2, history=History()
+                    actor.receive(Capture()).write,
+                    step=1,
+                    weight_version=2,
+                    history=CheckpointHistory(),
                 )
     for actor in (alone, pair):
         assert actor.receive(Restore()).step == 1

@@ -23,7 +23,7 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.model.probe import check_policy
 from forge.rl.model.small_config import small_config
 from services.trainer.actors.learner import LearnerActor, Restore, TakeSnapshot
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.learner.model_replica import Capture, Take
 from services.trainer.model.full_weights import load_model
@@ -54,7 +54,7 @@ def trained(
         assert step(actor).skipped == ""
     contents = actor.receive(Capture())
     path = CheckpointStore(checkpoints).save(
-        contents.write, step=3, weight_version=4, history=History()
+        contents.write, step=3, weight_version=4, history=CheckpointHistory()
     )
     yield actor, path
 
@@ -246,7 +246,7 @@ def test_adapters_of_a_mixture_of_experts_are_of_its_linear_layers(tmp_path: Pat
     for _ in range(2):
         assert step(actor).skipped == ""
     checkpoint = actor._checkpoints.save(
-        actor.receive(Capture()).write, step=2, weight_version=3, history=History()
+        actor.receive(Capture()).write, step=2, weight_version=3, history=CheckpointHistory()
     )
     base = AutoModelForCausalLM.from_pretrained(path)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}

@@ -14,7 +14,7 @@ from forge.core.token_columns import float32_array
 from forge.runtime.settings import load
 from forge.v1 import common_pb2 as pb
 from forge.v1 import trainer_pb2
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.reporting.run_record import TrainingRecord
@@ -190,7 +190,7 @@ def test_restart_has_the_speed_baselines_of_its_checkpoint(tmp_path: Path) -> No
     before.domains["code"].mean_reward = 1.0
     for history, expected in ((steps, {"code": 2.0}), ([before] * 3, {})):
         store = CheckpointStore(tmp_path / str(len(history)))
-        kept = History(history)
+        kept = CheckpointHistory(history)
         store.save(lambda path: None, step=3, weight_version=3, history=kept)
         (checkpoint,) = CheckpointStore(tmp_path / str(len(history))).newest_first()
         record = TrainingRecord(max_steps=0, metrics_file="")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from forge.core.placement.prefix_cache import Listener, Match, Placed, PrefixCache
+from forge.core.placement.prefix_cache import IndexListener, Match, Placed, PrefixCache
 from forge.core.token_columns import TOKEN_BYTES
 from services.inference.engines.embedded.kv.cached_states import CachedStates
 from services.inference.engines.embedded.kv.shape import KvShape
@@ -28,7 +28,7 @@ class KvCache(PrefixCache):
         *,
         block_tokens: int,
         capacity_bytes: int,
-        listener: Listener | None = None,
+        listener: IndexListener | None = None,
         resumes: bool = True,
     ) -> None:
         """`resumes`: the cache has states of recurrent layers, too, for prompts that continue from

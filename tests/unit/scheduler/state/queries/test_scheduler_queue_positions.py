@@ -7,7 +7,7 @@ from typing import Any
 from forge.v1 import scheduler_pb2 as pb
 from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
 from services.scheduler.state.messages.groups import Submit
-from services.scheduler.state.messages.rollouts import LeaseRollouts, Report, SettleRollouts
+from services.scheduler.state.messages.rollouts import AttemptReport, LeaseRollouts, SettleRollouts
 from services.scheduler.state.queries.queue_positions import GetQueue
 from tests.support.scheduler.cluster import make_task
 from tests.support.scheduler.term import ASK_S, TermActors
@@ -22,7 +22,7 @@ async def positions(term: TermActors, **asked: Any) -> pb.GetQueueResponse:
 async def settle(term: TermActors, trajectory_id: str, *, error: str = "") -> None:
     if not error:
         term.shards.seal(trajectory_id)
-    report = Report(
+    report = AttemptReport(
         trajectory_id=trajectory_id,
         summary=term.shards.stored.get(trajectory_id),
         error=error,

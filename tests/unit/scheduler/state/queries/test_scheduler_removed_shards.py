@@ -7,7 +7,7 @@ from forge.core.queue.generation_queue import GenerationQueue
 from forge.core.queue.groups import Phase
 from forge.v1 import common_pb2
 from services.scheduler.state.messages.removals import FindMovable
-from services.scheduler.state.messages.rollouts import Report
+from services.scheduler.state.messages.rollouts import AttemptReport
 from services.scheduler.state.queries.removed_shards import movable, on_shard
 from services.scheduler.state.stored_group import new_group
 from services.scheduler.state.term_state import TermState
@@ -56,7 +56,7 @@ def test_an_expired_lease_on_a_retiring_shard_is_looked_up() -> None:
     state = make_state()
     retire(state)
     assert state.expire(LEASE_S) == {"s1": ["a:0:0"]}
-    state.settle(Report(trajectory_id="a:0:0", silent=True), now_s=LEASE_S)
+    state.settle(AttemptReport(trajectory_id="a:0:0", silent=True), now_s=LEASE_S)
     assert find(state, now_s=LEASE_S) == (["a", "b"], 0)
 
 
