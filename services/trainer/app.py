@@ -22,7 +22,8 @@ from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Instance
 from forge.runtime.process.gpu_watch import watch_gpus
 from forge.runtime.process.service import ServiceContext
-from forge.runtime.weights.bulk import BulkServer
+from forge.runtime.weights.bulk import BulkClient, BulkServer
+from forge.runtime.weights.client import WeightClient
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import (
     inference_pb2_grpc,
@@ -50,7 +51,7 @@ from services.trainer.model.placement import computed_type
 from services.trainer.published.files import HeldFiles
 from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher
-from services.trainer.published.recovery import ServedVersions
+from services.trainer.published.recovery import SILENCE_S, ServedVersions
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.reporting.run_clock import FILE_NAME, RunClock
 from services.trainer.reporting.run_record import TrainingRecord
@@ -168,6 +169,8 @@ class TrainerApp:
 
     async def _spawn_steering(self, lineage: Lineage) -> ActorRef:
         files = HeldFiles(Path(self._config.checkpoint.dir) / "held")
+        bulk = BulkClient(self._context.security, enabled=self._config.bulk.enabled)
+        client = WeightClient(self._context.channels, bulk, silence_s=SILENCE_S)
         return await self._context.actors.spawn(
             lambda: Steering(
                 self._context.coordinator,
@@ -176,7 +179,7 @@ class TrainerApp:
                 source=lambda: self._address,
                 fence=lambda: lineage.fence,
                 workers=self._workers,
-                served=ServedVersions(self._context.channels),
+                served=ServedVersions(client),
                 canary=self._config.canary,
             ),
             name="steering",

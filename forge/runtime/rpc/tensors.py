@@ -57,6 +57,8 @@ class SliceAssembler:
         self._first = TensorSlice()
         self.pending_bytes = 0
         """Received bytes of the unfinished array."""
+        self._given_bytes = 0
+        """End of the last room."""
 
     def pending(self) -> NamedTensor | None:
         """The unfinished array, its data complete up to `pending_bytes`; None between arrays."""
@@ -83,8 +85,9 @@ class SliceAssembler:
         return self.filled(piece.offset_bytes + len(data))
 
     def room(self, piece: TensorSlice, size_bytes: int, *, max_bytes: int) -> memoryview:
-        """Return the memory of a slice's data, to be filled; raises what `add` does."""
-        if piece.offset_bytes == self.pending_bytes == 0:
+        """Return the memory of a slice's data, to be filled; raises what `add` does. The next room
+        may follow before this one is filled."""
+        if piece.offset_bytes == self._given_bytes == 0:
             if piece.whole_bytes > max_bytes:
                 raise DataLoss(
                     f"{piece.name} has {piece.whole_bytes} bytes; at most {max_bytes} are expected"
@@ -95,15 +98,16 @@ class SliceAssembler:
         whole_bytes = len(self._buffer)
         empty = not size_bytes and whole_bytes > 0
         if (
-            piece.offset_bytes != self.pending_bytes
+            piece.offset_bytes != self._given_bytes
             or piece.whole_bytes != whole_bytes
             or end > whole_bytes
             or empty
         ):
             raise DataLoss(
                 f"{piece.name}: {size_bytes} bytes at {piece.offset_bytes} of "
-                f"{piece.whole_bytes} do not continue {self.pending_bytes} of {whole_bytes}"
+                f"{piece.whole_bytes} do not continue {self._given_bytes} of {whole_bytes}"
             )
+        self._given_bytes = end
         return self._buffer[piece.offset_bytes : end]
 
     def filled(self, end: int) -> NamedTensor | None:
@@ -113,7 +117,12 @@ class SliceAssembler:
         if end < len(self._buffer):
             return None
         buffer, self._buffer, self.pending_bytes = self._buffer, _EMPTY, 0
+        self._given_bytes = 0
         return self._array(buffer)
+
+    def take_back(self) -> None:
+        """Give the rooms that were not filled again."""
+        self._given_bytes = self.pending_bytes
 
     def _array(self, buffer: memoryview) -> NamedTensor:
         first = self._first

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from forge.core.errors import DataLoss
+from forge.core.named_tensor import NamedTensor
 from forge.runtime.weights.service import HeldWeights
 
 _BLOCK_ITEMS = 1 << 22
@@ -169,23 +170,35 @@ class DeltaEncoder:
         self._lock = asyncio.Lock()
 
     async def of(
-        self, held: Mapping[int, HeldWeights], base_version: int, version: int, number: int
-    ) -> bytes | None:
-        """Return the delta of one tensor; None if the base is not held or it is not smaller."""
+        self,
+        held: Mapping[int, HeldWeights],
+        base_version: int,
+        version: int,
+        numbers: Sequence[int],
+    ) -> list[bytes | None]:
+        """Return the deltas of tensors; None if the base is not held or one is not smaller."""
         async with self._lock:
             for key in [key for key in self._made if key[1] not in held]:
                 del self._made[key]
             made = self._made.setdefault((base_version, version), {})
-            if number not in made:
-                made[number] = await asyncio.to_thread(
-                    _between, held.get(base_version), held[version], number
+            missing = [number for number in numbers if number not in made]
+            if missing:
+                found = await asyncio.to_thread(
+                    _between, held.get(base_version), held[version], missing
                 )
-            return made[number]
+                made.update(zip(missing, found, strict=True))
+            return [made[number] for number in numbers]
 
 
-def _between(base: HeldWeights | None, held: HeldWeights, number: int) -> bytes | None:
-    old = base.tensor(number) if base is not None else None
-    new = held.tensor(number)
+def _between(
+    base: HeldWeights | None, held: HeldWeights, numbers: Sequence[int]
+) -> list[bytes | None]:
+    if base is None:
+        return [None] * len(numbers)
+    return [_delta(base.tensor(number), held.tensor(number)) for number in numbers]
+
+
+def _delta(old: NamedTensor | None, new: NamedTensor | None) -> bytes | None:
     if old is None or new is None:
         return None
     if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):

@@ -97,19 +97,30 @@ class Arriving(Protocol):
         """Return the encoded manifest once it has arrived. Raises `NotFound`."""
 
     def parts(
-        self, version: int, from_tensor: int, from_byte: int, *, base_version: int
+        self,
+        version: int,
+        from_tensor: int,
+        from_byte: int,
+        *,
+        base_version: int,
+        most_bytes: int,
     ) -> AsyncIterator[list[Part]]:
-        """Yield slices from a byte of a tensor on, as they arrive, at most `SLICE_BYTES` together;
-        deltas against `base_version` where there are any. Raises `NotFound`."""
+        """Yield slices from a byte of a tensor on, as they arrive, at most `most_bytes` together,
+        a multiple of `SLICE_BYTES`; deltas against `base_version` where there are any. Raises
+        `NotFound`."""
 
 
 class Deltas(Protocol):
     """Makes deltas between held versions."""
 
     async def of(
-        self, held: Mapping[int, HeldWeights], base_version: int, version: int, number: int
-    ) -> bytes | None:
-        """Return the delta of a tensor, None if it travels whole."""
+        self,
+        held: Mapping[int, HeldWeights],
+        base_version: int,
+        version: int,
+        numbers: Sequence[int],
+    ) -> Sequence[bytes | None]:
+        """Return the deltas of tensors, None for each that travels whole."""
 
 
 class WeightServicer(WeightServiceServicer):
@@ -173,9 +184,10 @@ class WeightServicer(WeightServiceServicer):
                 request.from_tensor,
                 request.from_byte,
                 base_version=request.base_version if request.groups else 0,
+                most_bytes=_most_bytes(request),
             )
             async for group in arriving:
-                for message in _responses(request, [group]):
+                for message in _responses(request, _grouped(request, group)):
                     yield message
             return
         held = self._version(version)
@@ -185,9 +197,7 @@ class WeightServicer(WeightServiceServicer):
             async for message in self._with_deltas(request, held):
                 yield message
             return
-        if held.first:
-            request = _moved(request, held.first)
-        async for message in _messages(request, held.tensors):
+        async for message in _messages(request, held.tensors, first=held.first):
             yield message
 
     async def _with_deltas(
@@ -196,32 +206,34 @@ class WeightServicer(WeightServiceServicer):
         # Both versions stay, however long the call lasts.
         versions = {**self._held(), request.weight_version: held}
         group: list[Part] = []
-        from_byte = request.from_byte
-        for at in range(request.from_tensor - held.first, len(held.tensors)):
-            delta = None if from_byte else await self._delta(versions, request, at + held.first)
-            if delta is None:
-                parts = parts_of(
-                    held.tensors[: at + 1], at, from_byte, slice_bytes=_most_bytes(request)
-                )
-            else:
-                parts = delta_parts(held.tensors[at], delta, request.base_version)
-            from_byte = 0
-            *whole, group = _grouped(request, [*group, *parts])
+        first = request.from_tensor - held.first
+        for run in _delta_runs(held.tensors, first):
+            deltas = await self._deltas_of(versions, request, [at + held.first for at in run])
+            for at, delta in zip(run, deltas, strict=True):
+                tensor, from_byte = held.tensors[at], request.from_byte if at == first else 0
+                if delta is None or from_byte:
+                    group += parts_of([tensor], 0, from_byte, slice_bytes=_most_bytes(request))
+                else:
+                    group += delta_parts(tensor, delta, request.base_version)
+            *whole, group = _grouped(request, group)
             for message in _responses(request, whole):
                 yield message
         for message in _responses(request, [group] if group else ()):
             yield message
 
-    async def _delta(
-        self, versions: Mapping[int, HeldWeights], request: FetchWeightsRequest, number: int
-    ) -> bytes | None:
-        version, base_version = request.weight_version, request.base_version
-        held = versions[version]
+    async def _deltas_of(
+        self,
+        versions: Mapping[int, HeldWeights],
+        request: FetchWeightsRequest,
+        numbers: Sequence[int],
+    ) -> Sequence[bytes | None]:
+        held, base_version = versions[request.weight_version], request.base_version
         if held.deltas.base_version == base_version:
-            return held.deltas.by_name.get(held.tensors[number - held.first].name)
-        if self._deltas is None:
-            return None
-        return await self._deltas.of(versions, base_version, version, number)
+            names = [held.tensors[number - held.first].name for number in numbers]
+            return [held.deltas.by_name.get(name) for name in names]
+        if self._deltas is None or base_version not in versions:
+            return [None] * len(numbers)
+        return await self._deltas.of(versions, base_version, request.weight_version, numbers)
 
     def _arrives(self, version: int) -> bool:
         if self._arriving is None or version in (held := self._held()):
@@ -251,14 +263,6 @@ def _require_segment(request: FetchWeightsRequest, segment: range) -> None:
         )
 
 
-def _moved(request: FetchWeightsRequest, first: int) -> FetchWeightsRequest:
-    """The request for tensors that begin with number `first`."""
-    moved = FetchWeightsRequest()
-    moved.CopyFrom(request)
-    moved.from_tensor -= first
-    return moved
-
-
 async def weight_responses(
     request: FetchWeightsRequest,
     tensors: Sequence[NamedTensor],
@@ -279,11 +283,13 @@ async def _messages(
     request: FetchWeightsRequest,
     tensors: Sequence[NamedTensor],
     *,
+    first: int = 0,
     slice_bytes: int = 0,
 ) -> AsyncIterator[Message]:
+    """`first`: number of the first tensor in the manifest."""
     if request.slices:
-        most_bytes = slice_bytes or _most_bytes(request)
-        parts = parts_of(tensors, request.from_tensor, request.from_byte, slice_bytes=most_bytes)
+        most_bytes, at = slice_bytes or _most_bytes(request), request.from_tensor - first
+        parts = parts_of(tensors, at, request.from_byte, slice_bytes=most_bytes)
         for message in _responses(request, _grouped(request, parts)):
             yield message
         return
@@ -320,6 +326,17 @@ def delta_parts(
     view = memoryview(delta)
     for start in range(from_byte, max(view.nbytes, from_byte + 1), SLICE_BYTES):
         yield Part(tensor, start, view[start : start + SLICE_BYTES], view.nbytes, base_version)
+
+
+def _delta_runs(tensors: Sequence[NamedTensor], first: int) -> Iterator[list[int]]:
+    """Yield the positions of tensors from `first` on, those together whose deltas are made at
+    once."""
+    return chunked(
+        range(first, len(tensors)),
+        size_of=lambda at: len(tensors[at].data),
+        max_items=GROUP_PARTS,
+        max_bytes=BULK_BYTES,
+    )
 
 
 def _grouped(request: FetchWeightsRequest, parts: Iterable[Part]) -> Iterator[list[Part]]:

@@ -225,6 +225,8 @@ class Worker:
         self._changed = asyncio.Condition()
         self._server: RpcServer | None = None
         self.follower = WeightFollower(cast(Any, self), cast(Any, self.engine), policy="default")
+        # A stalled test machine is no firewall.
+        self.follower._client.bulk._connect_s = 60.0
         self._run = asyncio.create_task(self.follower.run())
 
     def show(self, addresses: Sequence[str], *, version: int) -> None:

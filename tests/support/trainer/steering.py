@@ -10,6 +10,8 @@ from typing import Any
 from forge.runtime.coordination import Instance
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.weights import WeightHold, hold_key
+from forge.runtime.weights.bulk import BulkClient
+from forge.runtime.weights.client import WeightClient
 from services.trainer.actors.steering import Steering
 from services.trainer.published.files import HeldFiles
 from services.trainer.published.publisher import Publisher
@@ -58,7 +60,9 @@ class SteeredTrainer:
             source=lambda: source,
             fence=lambda: fence,
             workers=all_workers,
-            served=ServedVersions(Channels(SECURITY), silence_s=0.3),
+            served=ServedVersions(
+                WeightClient(Channels(SECURITY), BulkClient(SECURITY, enabled=True), silence_s=0.3)
+            ),
             canary=canary,
         )
 

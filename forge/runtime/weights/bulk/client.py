@@ -28,6 +28,7 @@ class BulkClient:
     def __init__(self, security: Tls, *, enabled: bool) -> None:
         self._security = security
         self._enabled = enabled
+        self._connect_s = CONNECT_S
         self._avoided_until_s: dict[str, float] = {}
 
     def wants(self, address: str) -> bool:
@@ -49,7 +50,7 @@ class BulkClient:
         host = address.rpartition(":")[0].strip("[]")
         try:
             sock = await asyncio.to_thread(
-                self._open, host, offer, timeout_s=min(CONNECT_S, silence_s)
+                self._open, host, offer, timeout_s=min(self._connect_s, silence_s)
             )
         except (OSError, ConfigError) as error:
             raise BulkUnreachable(f"{host}:{offer.port} cannot be used: {error}") from None

@@ -90,15 +90,17 @@ def _receive(
 ) -> None:
     _limit(sock, socket.SO_RCVTIMEO, silence_s)
     flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
-    for room in slices:
-        got = 0
-        while got < len(room):
-            with _timeouts():
-                count = sock.recv_into(room[got:], 0, flags)
-            if not count:
-                raise ConnectionResetError("the source closed it")
-            got += count
-        digests.append(xxh3_64_digest(room))
+    # With TLS each call returns at most one record, 16 KiB.
+    receive = sock.recv_into
+    with _timeouts():
+        for room in slices:
+            got, size_bytes = 0, len(room)
+            while got < size_bytes:
+                count = receive(room[got:], 0, flags)
+                if not count:
+                    raise ConnectionResetError("the source closed it")
+                got += count
+            digests.append(xxh3_64_digest(room))
 
 
 def _limit(sock: socket.socket, option: int, limit_s: float) -> None:

@@ -1,7 +1,7 @@
 """The fetch of one announced version, from one source after the other.
 
-Owns manifest, data and their checks. After `silence_s` without data, a cut stream or a damaged
-slice, the next source continues at the first missing slice. If the ranks of the trainer send
+Owns manifest and data. After a time without data, a cut stream or a damaged slice, the next source
+continues at the first missing slice. If the ranks of the trainer send
 segments, each is fetched from its rank, in the manifest's order. Not here: which version to fetch
 (`follower`).
 """
@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from forge.core.errors import DataLoss, ForgeError, NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.rpc.channel import Channels
-from forge.runtime.rpc.chunks import Joiner
-from forge.runtime.rpc.streams import flowing
 from forge.runtime.telemetry import log
 from forge.runtime.weights import (
     HeldWeights,
@@ -28,22 +24,19 @@ from forge.runtime.weights import (
     digest_of,
     layout_of,
 )
-from forge.runtime.weights.bulk import BulkError, BulkUnreachable
+from forge.runtime.weights.assembly import DamagedDelta, WeightAssembly
+from forge.runtime.weights.client import WeightClient
 from forge.runtime.weights.segments import owner_of
-from forge.v1 import inference_pb2 as pb
-from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.worker.metrics import (
     REFUSED_DELTAS,
     SOURCES_GIVEN_UP,
     VERSIONS,
     WIRE_BYTES,
 )
-from services.inference.worker.weights.assembly import DamagedDelta, WeightAssembly
 from services.inference.worker.weights.local_weights import LocalWeights
 from services.inference.worker.weights.relay import WeightRelay
 from services.inference.worker.weights.sources import WeightSources
 
-MAX_MANIFEST_BYTES = 1 << 30
 _NAMED = 3
 """Failed sources in an error; the log has all."""
 
@@ -60,9 +53,8 @@ class WeightFetch:
         announced: WeightAnnouncement,
         *,
         sources: WeightSources,
-        channels: Channels,
+        client: WeightClient,
         relay: WeightRelay,
-        silence_s: float,
         local: LocalWeights | None,
         served: Mapping[int, HeldWeights],
         is_overtaken: Callable[[], bool],
@@ -84,9 +76,8 @@ class WeightFetch:
         self._asked = ""
         """Address of the newest call."""
         self._sources = sources
-        self._channels = channels
+        self._client = client
         self._relay = relay
-        self._silence_s = silence_s
         self._local = local
         self._served = served
         self._is_overtaken = is_overtaken
@@ -192,7 +183,7 @@ class WeightFetch:
         """Return the assembly, with the data of earlier sources, or a new one."""
         announced = self.announced
         if announced.manifest and self._manifest is None:
-            self._encoded = await self._fetch_manifest(address)
+            self._encoded = await self._client.manifest(address, announced.weight_version)
             self._manifest = await asyncio.to_thread(announced.open, self._encoded)
             self.probe = self._manifest.probe
         if self._assembly is None or self._unmixed:
@@ -221,20 +212,6 @@ class WeightFetch:
             assembly.adopt(tensors)
             self._relay.progress()
 
-    async def _fetch_manifest(self, address: str) -> bytes:
-        stub = rpc.WeightServiceStub(self._channels.get(address))
-        joiner = Joiner(max_bytes=MAX_MANIFEST_BYTES)
-        request = pb.FetchManifestRequest(weight_version=self.announced.weight_version)
-        call: Any = stub.FetchManifest(request)
-        try:
-            async for response in flowing(call, silence_s=self._silence_s, source="the source"):
-                whole = joiner.add(response.chunk)
-                if whole is not None:
-                    return whole
-        finally:
-            call.cancel()
-        raise Unavailable("the source ended its stream within the manifest")
-
     async def _receive_from(self, assembly: WeightAssembly, address: str) -> None:
         """Fetch the missing bytes; from the trainer, each segment from its rank."""
         segments, tensors = self.announced.segments, len(assembly.names)
@@ -246,45 +223,8 @@ class WeightFetch:
             await self._receive(assembly, owner, until=end)
 
     async def _receive(self, assembly: WeightAssembly, address: str, *, until: int) -> None:
-        """Fetch the missing bytes of the tensors before number `until` into `assembly`."""
         self._asked = address
-        ports = self._sources.bulk
-        bulk = ports.wants(address)
-        try:
-            await self._stream(assembly, address, until=until, bulk=bulk)
-        except BulkUnreachable as error:
-            ports.avoid(address, error)
-            await self._stream(assembly, address, until=until, bulk=False)
-        except (BulkError, DataLoss) as error:
-            if bulk:
-                ports.avoid(address, error)
-            raise
-
-    async def _stream(
-        self, assembly: WeightAssembly, address: str, *, until: int, bulk: bool
-    ) -> None:
-        connection = None
-        stub = rpc.WeightServiceStub(self._channels.get(address))
-        call: Any = stub.FetchWeights(assembly.request(bulk=bulk))
-        try:
-            async for response in flowing(call, silence_s=self._silence_s, source="the source"):
-                if response.HasField("bulk"):
-                    connection = await self._sources.bulk.connect(
-                        address, response.bulk, silence_s=self._silence_s
-                    )
-                    continue
-                await assembly.add(response, connection)
-                self._relay.progress()
-                if len(assembly.tensors) >= until:
-                    return
-        finally:
-            call.cancel()
-            if connection is not None:
-                await connection.close()
-        raise Unavailable(
-            f"the source ended its stream after {assembly.received_bytes} of "
-            f"{assembly.total_bytes} bytes"
-        )
+        await self._client.fetch(assembly, address, until=until, progress=self._relay.progress)
 
 
 def _verify(announced: WeightAnnouncement, tensors: dict[str, NamedTensor]) -> None:

@@ -33,6 +33,7 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from forge.runtime.weights.bulk import BulkClient
+from forge.runtime.weights.client import WeightClient
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
 from services.inference.worker.discovery_entry import DiscoveryEntry
@@ -64,11 +65,11 @@ class WeightFollower:
         self._peers = tuple(context.coordinator.discover(kind) for kind in kinds)
         self._entry = DiscoveryEntry(context, kind=starting_in(group))
         self._own_id = context.config.instance_id
-        self._sources = WeightSources(
-            self._peers,
-            own_id=self._own_id,
-            fetches=self._fetches,
-            bulk=BulkClient(context.security, enabled=context.config.bulk.enabled),
+        self._sources = WeightSources(self._peers, own_id=self._own_id, fetches=self._fetches)
+        self._client = WeightClient(
+            context.channels,
+            BulkClient(context.security, enabled=context.config.bulk.enabled),
+            silence_s=context.config.weight_silence_s,
         )
         self._local = LocalWeights(directory=context.config.weights_dir)
         # The trainer uses the memory of its host while a worker names it.
@@ -258,9 +259,8 @@ class WeightFollower:
             self._fetch = WeightFetch(
                 announced,
                 sources=self._sources,
-                channels=self._context.channels,
+                client=self._client,
                 relay=self.relay,
-                silence_s=self._context.config.weight_silence_s,
                 local=self._local,
                 served=self.weights,
                 is_overtaken=lambda: self._wanted != announced,

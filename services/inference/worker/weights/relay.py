@@ -13,7 +13,7 @@ from typing import Any
 
 from forge.core.errors import NotFound
 from forge.runtime.weights import GROUP_PARTS, SLICE_BYTES, Part
-from services.inference.worker.weights.assembly import WeightAssembly
+from forge.runtime.weights.assembly import WeightAssembly
 
 ANNOUNCEMENT_S = 5.0
 """Longest wait for a version that others already know of."""
@@ -65,7 +65,13 @@ class WeightRelay:
         return self._manifest
 
     async def parts(
-        self, version: int, from_tensor: int, from_byte: int, *, base_version: int
+        self,
+        version: int,
+        from_tensor: int,
+        from_byte: int,
+        *,
+        base_version: int,
+        most_bytes: int = SLICE_BYTES,
     ) -> AsyncIterator[list[Part]]:
         """Yield the slices of a version from a byte of a tensor on, in the manifest's order. Raises
         NotFound for a version that is not fetched here, and when its fetch fails."""
@@ -74,9 +80,13 @@ class WeightRelay:
         while from_tensor < len(assembly.names):
             changed = self._changed
             ready = assembly.ready(
-                from_tensor, from_byte, base_version=base_version, in_delta=in_delta
+                from_tensor,
+                from_byte,
+                base_version=base_version,
+                in_delta=in_delta,
+                slice_bytes=most_bytes,
             )
-            group = _group(ready)
+            group = _group(ready, most_bytes)
             if group:
                 last = group[-1]
                 from_tensor = assembly.names.index(last.tensor.name, from_tensor)
@@ -101,13 +111,13 @@ class WeightRelay:
         return self._assembly
 
 
-def _group(ready: Iterator[Part]) -> list[Part]:
-    """The first slices, together at most `SLICE_BYTES`."""
+def _group(ready: Iterator[Part], most_bytes: int) -> list[Part]:
+    """The first slices, together at most `most_bytes`."""
     group: list[Part] = []
     group_bytes = 0
     for part in ready:
         group_bytes += len(part.data)
-        if group and (group_bytes > SLICE_BYTES or len(group) == GROUP_PARTS):
+        if group and (group_bytes > most_bytes or len(group) == GROUP_PARTS):
             break
         group.append(part)
     return group

@@ -9,7 +9,6 @@ from functools import partial
 from hashlib import blake2b
 
 from forge.runtime.coordination import Discovery
-from forge.runtime.weights.bulk import BulkClient
 
 AVOID_S = 60.0
 """Time in which a failed source comes last."""
@@ -25,11 +24,8 @@ class WeightSources:
         *,
         own_id: str,
         fetches: Callable[[str, int], bool],
-        bulk: BulkClient,
     ) -> None:
         """`fetches`: whether an instance is to serve a version; others cannot relay it."""
-        self.bulk = bulk
-        """Connections to sources, for the bytes."""
         self._peers = peers
         self._own_id = own_id
         self._fetches = fetches

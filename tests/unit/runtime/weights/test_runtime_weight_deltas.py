@@ -111,11 +111,11 @@ async def test_encoder_makes_each_delta_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(codec, "encode", counted)
     versions = {1: held(BASE), 2: held(NEW), 3: held(NEW, "int8")}
     encoder = codec.DeltaEncoder()
-    first = await encoder.of(versions, 1, 2, 0)
-    assert first is not None and await encoder.of(versions, 1, 2, 0) is first
-    assert await encoder.of(versions, 0, 2, 0) is None
-    assert await encoder.of(versions, 2, 3, 0) is None
+    (first,) = await encoder.of(versions, 1, 2, [0])
+    assert first is not None and (await encoder.of(versions, 1, 2, [0]))[0] is first
+    assert await encoder.of(versions, 0, 2, [0]) == [None]
+    assert await encoder.of(versions, 2, 3, [0]) == [None]
     assert len(made) == 1
     del versions[2]
-    assert await encoder.of(versions, 1, 3, 0) is None
+    assert await encoder.of(versions, 1, 3, [0]) == [None]
     assert set(encoder._made) == {(2, 3), (1, 3)}

@@ -18,7 +18,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.runtime.rpc.server import RpcServer
-from forge.runtime.weights import FULL_NAME, HeldWeights, WeightServicer, hold_key
+from forge.runtime.weights import FULL_NAME, HeldWeights, WeightHold, WeightServicer, hold_key
 from forge.v1 import inference_pb2_grpc as rpc
 from services.trainer.actors.steering import (
     Promote,
@@ -28,7 +28,8 @@ from services.trainer.actors.steering import (
 )
 from services.trainer.published.canary_rules import chosen_workers
 from services.trainer.published.publisher import Superseded
-from tests.support.inference.weight_sources import SECURITY
+from tests.support.inference.bulk_sources import bulk_source
+from tests.support.inference.weight_sources import SECURITY, announcement_of
 from tests.support.trainer.published_weights import FakeRegister, snapshot
 from tests.support.trainer.steering import WORKERS, SteeredTrainer, worker
 
@@ -132,6 +133,28 @@ async def test_trainer_of_another_host_gets_held_versions_from_workers(tmp_path:
     again = SteeredTrainer(register, tmp_path / "here", fence=3, workers=[])
     await again.ask(ResumeHold())
     assert await again.first_byte(1) == 1
+
+
+async def test_trainer_of_another_host_gets_held_versions_over_bulk_connections(
+    tmp_path: Path,
+) -> None:
+    """From a worker that has them; the data is verified as of the call."""
+    weights = {"a": bytes(range(256)) * 8192, "b": b"norm"}
+    async with bulk_source(weights) as (source, address):
+        announced = announcement_of(1, weights, source="host:1")
+        register = FakeRegister()
+        hold = WeightHold(base=announced, subject="ann@host")
+        await register.compare_and_swap(hold_key(), hold.encode(), expected_revision=0)
+        other = SteeredTrainer(
+            register,
+            tmp_path / "held",
+            fence=2,
+            workers=[worker("decode", "d0", 1, address=address)],
+        )
+        await other.ask(ResumeHold())
+        assert [request.bulk for request in source.requests] == [True]
+    (held,) = other.versions.weights.values()
+    assert {one.name: bytes(one.data) for one in held.tensors} == weights
 
 
 @asynccontextmanager

@@ -65,6 +65,64 @@ async def test_damaged_slice_is_refused_and_arrives_over_grpc() -> None:
     assert error.startswith("weights 1: slice 1 of a is damaged")
 
 
+async def test_damaged_tensor_of_one_message_keeps_those_before_it() -> None:
+    """Tensors below 4 MiB share a message; the rest follows from the damaged one on."""
+    weights = {name: Random(name).randbytes(MIB // 2) for name in "abcd"}
+
+    async def damage(send: Send, data: Sequence[memoryview]) -> None:
+        wrong = bytearray(data[2])
+        wrong[0] ^= 1
+        await send([*data[:2], memoryview(wrong), *data[3:]])
+
+    async with bulk_source(weights, hook=damage) as (source, address):
+        worker = Worker(silence_s=60.0)
+        with structlog.testing.capture_logs() as logs:
+            worker.publish(1, weights, source=address)
+            assert await worker.until_serving(1) == weights
+        await worker.stop()
+    assert [request.from_tensor for request in source.requests] == [0, 2]
+    assert [request.from_byte for request in source.requests] == [0, 0]
+    (error,) = failed([dict(line) for line in logs])
+    assert error.startswith("weights 1: slice 0 of c is damaged")
+
+
+async def test_connection_that_ends_between_tensors_of_a_message_keeps_them() -> None:
+    """The next call begins with the tensor that was cut."""
+    weights = {name: Random(name).randbytes(MIB // 2) for name in "abcd"}
+
+    async def cut(send: Send, data: Sequence[memoryview]) -> None:
+        await send([*data[:3], data[3][:100]])
+        raise ConnectionResetError("cut")
+
+    async with bulk_source(weights, hook=cut) as (source, address):
+        worker = Worker(silence_s=60.0)
+        worker.publish(1, weights, source=address)
+        assert await worker.until_serving(1) == weights
+        await worker.stop()
+    assert [request.from_tensor for request in source.requests] == [0, 3]
+
+
+async def test_damaged_delta_leaves_the_bulk_connection_in_use() -> None:
+    """It travelled in the call: the same source sends the whole tensor over TCP."""
+    changed = {"a": WEIGHTS["a"][:-1] + b"\0", "b": WEIGHTS["b"]}
+    async with bulk_source(WEIGHTS) as (source, address):
+        worker = Worker(silence_s=60.0)
+        worker.publish(1, WEIGHTS, source=address)
+        assert await worker.until_serving(1) == WEIGHTS
+        source.hold(2, changed)
+        # Its deltas are against other data than the worker has.
+        source.hold(1, {"a": bytes([1]) + WEIGHTS["a"][1:], "b": WEIGHTS["b"]})
+        with structlog.testing.capture_logs() as logs:
+            worker.publish(2, changed, source=address)
+            assert await worker.until_serving(2) == changed
+        await worker.stop()
+    given_up = [line for line in logs if line["event"] == "weight_source_given_up"]
+    assert "a: the delta gives data with another digest" in given_up[0]["error"]
+    assert [request.bulk for request in source.requests] == [True, True, True]
+    assert [request.base_version for request in source.requests] == [0, 1, 0]
+    assert not failed([dict(line) for line in logs])
+
+
 async def test_hung_connection_is_left_after_the_silence() -> None:
     """Within a slice; the next source continues at this slice."""
     async with (
@@ -134,7 +192,7 @@ async def test_caller_that_never_connects_gets_all_data_in_the_call() -> None:
     source.hold(1, WEIGHTS)
     address = await source.start()
     worker = Worker(silence_s=60.0)
-    worker.follower._sources.bulk.connect = _none  # type: ignore[method-assign, assignment]
+    worker.follower._client.bulk.connect = _none  # type: ignore[method-assign, assignment]
     logs = await fetch_from(worker, address)
     await source.stop()
     assert ways(logs) == ["grpc"] and not failed(logs)
@@ -187,6 +245,6 @@ async def test_source_with_another_certificate_is_not_read(
     async with bulk_source(WEIGHTS, security=secured(certificates)) as (_, address):
         for stranger in (secured(other), secured(certificates, named=False)):
             worker = Worker(silence_s=60.0, security=secured(certificates))
-            worker.follower._sources.bulk._security = stranger
+            worker.follower._client.bulk._security = stranger
             logs = await fetch_from(worker, address)
             assert ways(logs) == ["grpc"] and len(failed(logs)) == 1

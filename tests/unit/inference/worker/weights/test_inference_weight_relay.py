@@ -9,10 +9,10 @@ import pytest
 
 from forge.core.errors import NotFound
 from forge.runtime.weights import HeldWeights, TensorEntry, WeightServicer, weight_responses
+from forge.runtime.weights.assembly import WeightAssembly
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2 as pb
 from services.inference.worker.weights import relay as weight_relay
-from services.inference.worker.weights.assembly import WeightAssembly
 from services.inference.worker.weights.relay import WeightRelay
 from tests.support.inference.weight_sources import Source, Worker, tensors_of
 from tests.support.runtime.waiting import until

@@ -1,9 +1,13 @@
-"""One version of the weights during its transfer, from successive sources."""
+"""One version of the weights during its transfer, from successive sources.
+
+Needs numpy for deltas, so that `forge.runtime.weights` itself does not import this module.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_digest
 
@@ -11,23 +15,35 @@ from forge.core.errors import DataLoss
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.tensors import SliceAssembler, parse
-from forge.runtime.weights import (
-    BULK_BYTES,
-    SLICE_BYTES,
-    Part,
-    TensorEntry,
-    delta_parts,
-    slice_digests,
-)
 from forge.runtime.weights import delta as delta_codec
 from forge.runtime.weights.bulk import BulkConnection, BulkError
-from forge.runtime.weights.manifest import slices_of
+from forge.runtime.weights.manifest import SLICE_BYTES, TensorEntry, slice_digests, slices_of
+from forge.runtime.weights.service import BULK_BYTES, Part, delta_parts
 from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import TensorSlice
 
 
 class DamagedDelta(DataLoss):
     """A delta that does not give the announced tensor: fetch it whole."""
+
+
+class DamagedBulk(DataLoss):
+    """A slice of a bulk connection that is not the announced one: fetch it over gRPC."""
+
+
+class _Room(NamedTuple):
+    """Memory for slices of one tensor."""
+
+    entry: TensorEntry
+    assembler: SliceAssembler
+    """Of this tensor."""
+    start: int
+    """Position of the first slice in the tensor."""
+    slices: list[memoryview]
+
+
+_NO_ROOM = _Room(TensorEntry("", "", (), 0, b""), SliceAssembler(), 0, [])
+"""Of a slice with its data."""
 
 
 class WeightAssembly:
@@ -71,13 +87,19 @@ class WeightAssembly:
         return self._whole_bytes + self._slices.pending_bytes
 
     @property
+    def _left_bytes(self) -> int:
+        """Most data of the next tensor."""
+        return self.total_bytes - self._whole_bytes
+
+    @property
     def complete(self) -> bool:
         """Whether all tensors have arrived."""
         return len(self.tensors) == len(self.names)
 
     def request(self, *, bulk: bool = False) -> pb.FetchWeightsRequest:
         """Return the request for all missing bytes; `bulk`: accept a bulk connection."""
-        # Drops an incomplete message of an earlier source.
+        # Drops an incomplete message of an earlier source, and memory without its data.
+        self._slices.take_back()
         self._joiner = Joiner(max_bytes=self.total_bytes + (1 << 20))
         self._chunked = False
         self._delta = SliceAssembler()
@@ -106,35 +128,54 @@ class WeightAssembly:
         self, response: pb.FetchWeightsResponse, bulk: BulkConnection | None = None
     ) -> None:
         """Add a response, with the data that follows on `bulk`. Raises `DataLoss` if it does not
-        continue the received data, or is not the data of the manifest; the data before it stays.
-        Raises `ResourceExhausted` without memory, `BulkError` if the connection fails."""
+        continue the received data, or is not the data of the manifest; verified data before it
+        stays. Raises `ResourceExhausted` without memory, `BulkError` if the connection fails."""
         if response.HasField("tensor"):
             self._keep(self._of_chunk(response))
             return
-        for piece in response.slices or (response.slice,):
-            self._expect_name(piece.name)
-            if piece.bulk_bytes:
-                await self._add_bulk(piece, bulk)
-                continue
-            # Each access to the field copies it.
-            data = piece.data
-            self.wire_bytes += len(data)
-            left_bytes = self.total_bytes - self._whole_bytes
-            if piece.base_version:
-                await self._add_delta(piece, data)
-            elif self._entries:
-                entry = self._entries[len(self.tensors)]
-                _check_place(piece, len(data), entry, version=self.version)
-                start, digest = piece.offset_bytes, xxh3_64_digest(data)
-                _check(digest, start, len(data), entry, version=self.version)
-                self._keep(self._slices.add_data(piece, data, max_bytes=left_bytes))
-            else:
-                self._keep(self._slices.add(piece, max_bytes=left_bytes))
+        pieces, digests, failure = response.slices or (response.slice,), list[bytes](), None
+        rooms = self._rooms(pieces)
+        if slices := [data for room in rooms for data in room.slices]:
+            if bulk is None:
+                raise DataLoss(f"weights {self.version}: no bulk data is expected here")
+            try:
+                await bulk.receive(slices, digests)
+            except BulkError as error:
+                failure = error
+        received = iter(digests)
+        for piece, room in zip(pieces, rooms, strict=True):
+            if not room.slices:
+                await self._add_piece(piece)
+            elif not self._fill(room, received) and failure is not None:
+                raise failure
+
+    async def _add_piece(self, piece: TensorSlice) -> None:
+        self._expect_name(piece.name, len(self.tensors))
+        # Each access to the field copies it.
+        data, left_bytes = piece.data, self._left_bytes
+        self.wire_bytes += len(data)
+        if piece.base_version:
+            await self._add_delta(piece, data)
+        elif self._entries:
+            entry = self._entries[len(self.tensors)]
+            _check_place(piece, len(data), entry, version=self.version)
+            start, digest = piece.offset_bytes, xxh3_64_digest(data)
+            _check(digest, start, len(data), entry, version=self.version)
+            self._keep(self._slices.add_data(piece, data, max_bytes=left_bytes))
+        else:
+            self._keep(self._slices.add(piece, max_bytes=left_bytes))
 
     def ready(
-        self, from_tensor: int, from_byte: int, *, base_version: int, in_delta: bool
+        self,
+        from_tensor: int,
+        from_byte: int,
+        *,
+        base_version: int,
+        in_delta: bool,
+        slice_bytes: int = SLICE_BYTES,
     ) -> Iterator[Part]:
-        """Yield the received slices from a byte of a tensor, or of its delta, on."""
+        """Yield the received slices from a byte of a tensor, or of its delta, on; `slice_bytes`:
+        most data of one, a multiple of `SLICE_BYTES`."""
         for name in self.names[from_tensor : len(self.tensors)]:
             tensor, delta = self.tensors[name], self.deltas.get(name)
             # 0 is no base: this worker takes no deltas any more, or the other one has none.
@@ -142,42 +183,52 @@ class WeightAssembly:
             if in_delta or (fits and not from_byte):
                 yield from delta_parts(tensor, delta or b"", base_version, from_byte=from_byte)
             else:
-                yield from _parts(tensor, from_byte, len(tensor.data))
+                yield from _parts(tensor, from_byte, len(tensor.data), slice_bytes)
             from_byte, in_delta = 0, False
         pending = self._slices.pending()
         if pending is not None and from_tensor <= len(self.tensors):
-            yield from _parts(pending, from_byte, self._slices.pending_bytes)
+            yield from _parts(pending, from_byte, self._slices.pending_bytes, slice_bytes)
 
     def _keep(self, tensor: NamedTensor | None) -> None:
         if tensor is not None:
             self.tensors[tensor.name] = tensor
             self._whole_bytes += len(tensor.data)
 
-    async def _add_bulk(self, piece: TensorSlice, bulk: BulkConnection | None) -> None:
-        """Receive the data of adjacent slices into their tensor."""
-        if bulk is None or not self._entries or piece.base_version:
-            raise DataLoss(f"weights {self.version}: {piece.name}: no bulk data is expected here")
-        size_bytes, entry = piece.bulk_bytes, self._entries[len(self.tensors)]
-        _check_place(piece, size_bytes, entry, version=self.version)
-        left_bytes = self.total_bytes - self._whole_bytes
-        room = self._slices.room(piece, size_bytes, max_bytes=left_bytes)
-        slices, digests = list(slices_of(room)), list[bytes]()
-        try:
-            await bulk.receive(slices, digests)
-        except BulkError:
-            self._fill(piece.offset_bytes, slices, digests)
-            raise
-        self._fill(piece.offset_bytes, slices, digests)
+    def _rooms(self, pieces: Sequence[TensorSlice]) -> list[_Room]:
+        """Allocate the memory of each slice whose data follows on the bulk connection."""
+        if not any(piece.bulk_bytes for piece in pieces):
+            return [_NO_ROOM] * len(pieces)
+        rooms: list[_Room] = []
+        at, slices, left_bytes = len(self.tensors), self._slices, self._left_bytes
+        for piece in pieces:
+            size_bytes = piece.bulk_bytes or len(piece.data)
+            if piece.bulk_bytes:
+                entry = self._expected(piece.name, at)
+                _check_place(piece, size_bytes, entry, version=self.version)
+                if at > len(self.tensors) and not piece.offset_bytes:
+                    slices = SliceAssembler()
+                data = slices.room(piece, size_bytes, max_bytes=left_bytes)
+                rooms.append(_Room(entry, slices, piece.offset_bytes, list(slices_of(data))))
+            else:
+                rooms.append(_NO_ROOM)
+            at += piece.offset_bytes + size_bytes == piece.whole_bytes
+        return rooms
 
-    def _fill(self, start: int, slices: Sequence[memoryview], digests: Sequence[bytes]) -> None:
-        """Add received slices in their place. Raises `DataLoss` for a damaged one."""
-        entry = self._entries[len(self.tensors)]
-        for data, digest in zip(slices, digests, strict=False):
-            _check(digest, start, len(data), entry, version=self.version)
+    def _fill(self, room: _Room, received: Iterator[bytes]) -> bool:
+        """Add the slices of a room for which there are digests; whether these are all. Raises
+        `DamagedBulk`."""
+        start = room.start
+        for data in room.slices:
+            digest = next(received, None)
+            if digest is None:
+                return False
+            _check(digest, start, len(data), room.entry, version=self.version, kind=DamagedBulk)
+            self._slices = room.assembler
             self.wire_bytes += len(data)
             self.bulk_bytes += len(data)
             start += len(data)
-            self._keep(self._slices.filled(start))
+            self._keep(room.assembler.filled(start))
+        return True
 
     async def _add_delta(self, piece: TensorSlice, data: bytes) -> None:
         """Raises `DataLoss` if the delta does not give the announced tensor."""
@@ -208,7 +259,7 @@ class WeightAssembly:
         if whole is None:
             return None
         tensor = parse(whole)
-        self._expect_name(tensor.name)
+        self._expect_name(tensor.name, len(self.tensors))
         if self._entries and TensorEntry.of(tensor).digests != (
             self._entries[len(self.tensors)].digests
         ):
@@ -220,8 +271,14 @@ class WeightAssembly:
         self._whole_bytes = 0
         self._slices = SliceAssembler()
 
-    def _expect_name(self, name: str) -> None:
-        at = len(self.tensors)
+    def _expected(self, name: str, at: int) -> TensorEntry:
+        """Return the entry of a tensor. Raises `DataLoss` for another one."""
+        if not self._entries:
+            raise DataLoss(f"weights {self.version}: {name}: there is no manifest")
+        self._expect_name(name, at)
+        return self._entries[at]
+
+    def _expect_name(self, name: str, at: int) -> None:
         expected = self.names[at] if at < len(self.names) else None
         if name != expected:
             raise DataLoss(
@@ -247,11 +304,11 @@ def _applied(
     )
 
 
-def _parts(tensor: NamedTensor, from_byte: int, end: int) -> Iterator[Part]:
+def _parts(tensor: NamedTensor, from_byte: int, end: int, slice_bytes: int) -> Iterator[Part]:
     view = memoryview(tensor.data)
     whole = end == view.nbytes
-    for start in range(from_byte, end if end or not whole else 1, SLICE_BYTES):
-        yield Part(tensor, start, view[start : min(start + SLICE_BYTES, end)], view.nbytes)
+    for start in range(from_byte, end if end or not whole else 1, slice_bytes):
+        yield Part(tensor, start, view[start : min(start + slice_bytes, end)], view.nbytes)
 
 
 def _check_place(piece: TensorSlice, size_bytes: int, entry: TensorEntry, *, version: int) -> None:
@@ -269,11 +326,19 @@ def _check_place(piece: TensorSlice, size_bytes: int, entry: TensorEntry, *, ver
         )
 
 
-def _check(digest: bytes, start: int, size_bytes: int, entry: TensorEntry, *, version: int) -> None:
-    """Compare a slice's digest with the manifest. Raises `DataLoss` that names it."""
+def _check(
+    digest: bytes,
+    start: int,
+    size_bytes: int,
+    entry: TensorEntry,
+    *,
+    version: int,
+    kind: type[DataLoss] = DataLoss,
+) -> None:
+    """Compare a slice's digest with the manifest. Raises a `DataLoss` that names it."""
     number = start // SLICE_BYTES
     if digest != entry.digest(number):
-        raise DataLoss(
+        raise kind(
             f"weights {version}: slice {number} of {entry.name} is damaged: its "
             f"{size_bytes} bytes at {start} have another digest than announced"
         )
