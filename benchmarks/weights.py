@@ -2,12 +2,14 @@
 
     python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
                                  [--only full,egress,ranks,swaps,publication,deltas,kept_kv]
+                                 [--layout even|smollm2]
 
 `full_over_socket.WAY`: CPU seconds of both ends of a plain socket copy over those of a publication
 of the same bytes to one worker, from digest to swap, over a bulk connection (`bulk_tls`: with TLS),
 gRPC, shared memory and a directory, and over those of a bare gRPC stream (`bare_grpc`); all receive
 into new memory. Interleaved, medians.
-`full_over_socket`: the best way. `trainer_egress_over_one_worker`: bytes that leave the trainer for
+`full_over_socket`: the best way. `bulk_tls_over_tls_socket`: the same ratio of `bulk_tls` to a copy
+over a socket with TLS. `trainer_egress_over_one_worker`: bytes that leave the trainer for
 8 workers over those for one. `ranks.peak_mb.WAY`: largest growth of a rank's memory in the first
 publication of 4 ranks, by `publish_from`; `ranks.most_sent_over_weights.WAY`: most bytes that one
 of them sends to 8 workers over those of the weights, `all_sent_over_weights`: all of them together.
@@ -35,14 +37,8 @@ from pathlib import Path
 
 from benchmarks.support.report import arguments, keep, show
 from benchmarks.support.weights.grpc_floor import receive_stream, serve_stream
-from benchmarks.support.weights.stream import (
-    Started,
-    cpu_of,
-    follow_weights,
-    publish_weights,
-    receive_bytes,
-    send_bytes,
-)
+from benchmarks.support.weights.socket_copy import receive_bytes, send_bytes
+from benchmarks.support.weights.stream import Started, cpu_of, follow_weights, publish_weights
 from forge.cli.local_run.models.models import ensure_model
 from tests.support.runtime.etcd import Certificates, EtcdServer
 
@@ -56,28 +52,42 @@ _FIRST_ROUNDS = 4
 versions that both ends keep."""
 
 
-def full_over_socket(etcd: EtcdServer, folder: Path, *, mib: int, rounds: int) -> dict[str, float]:
-    """Return CPU seconds per GiB of both ends by way, of a bare gRPC stream and of the socket, and
-    their ratios."""
-    total_bytes = mib << 20
+def even(mib: int) -> list[int]:
+    """Return the elements of equal bfloat16 tensors."""
+    return [(mib << 19) // _TENSORS] * _TENSORS
+
+
+def smollm2() -> list[int]:
+    """Return the elements of the 272 tensors of SmolLM2-135M, whose head is tied."""
+    hidden, inner, kv, vocabulary = 576, 1536, 192, 49152
+    attention = [hidden * hidden, hidden * kv, hidden * kv, hidden * hidden]
+    layer = [*attention, *[hidden * inner] * 3, hidden, hidden]
+    return [vocabulary * hidden, *layer * 30, hidden]
+
+
+def full_over_socket(
+    etcd: EtcdServer, folder: Path, *, elements: Sequence[int], rounds: int
+) -> dict[str, float]:
+    """Return CPU seconds per GiB of both ends by way, of a bare gRPC stream and of sockets, and
+    their ratios, for tensors of so many elements."""
+    total_bytes = sum(elements) * 2
     ends: dict[str, tuple[Started, Started]] = {}
     Certificates.issue(folder)
     for way in WAYS:
         directory = str(folder) if way in ("bulk_tls", "directory") else ""
         publisher = Started(publish_weights, etcd.endpoint, way, way, directory)
         ends[way] = publisher, Started(follow_weights, etcd.endpoint, way, "w0", directory)
-    for name, serve, receive in (
-        ("bare_grpc", serve_stream, receive_stream),
-        ("socket", send_bytes, receive_bytes),
-    ):
-        sender = Started(serve, total_bytes)
-        ends[name] = sender, Started(receive, sender.ready, total_bytes)
+    sender = Started(serve_stream, total_bytes)
+    ends["bare_grpc"] = sender, Started(receive_stream, sender.ready, total_bytes)
+    for name, tls in (("socket", ""), ("tls_socket", str(folder))):
+        sender = Started(send_bytes, total_bytes, tls)
+        ends[name] = sender, Started(receive_bytes, sender.ready, total_bytes, tls)
 
     def transfer(name: str) -> None:
         sender, receiver = ends[name]
         if name in WAYS:
             receiver.order("until", sender.order("publish"))
-        elif name == "socket":
+        elif name.endswith("socket"):
             sender.begin("send")
             receiver.order("receive")
             sender.answer()
@@ -89,7 +99,7 @@ def full_over_socket(etcd: EtcdServer, folder: Path, *, mib: int, rounds: int) -
         for number in range(rounds + _FIRST_ROUNDS):
             for name, (sender, receiver) in ends.items():
                 if name in WAYS:
-                    sender.order("make", total_bytes, _TENSORS)
+                    sender.order("make", elements)
                 cost_s = cpu_of([sender, receiver], partial(transfer, name))
                 costs_s[name] += [cost_s] if number >= _FIRST_ROUNDS else []
     finally:
@@ -97,11 +107,20 @@ def full_over_socket(etcd: EtcdServer, folder: Path, *, mib: int, rounds: int) -
             ends[way][0].order("end")
         for process in chain.from_iterable(ends.values()):
             process.end()
-    per_gib = {name: statistics.median(found) * 1024 / mib for name, found in costs_s.items()}
+    gib = total_bytes / (1 << 30)
+    per_gib = {name: statistics.median(found) / gib for name, found in costs_s.items()}
     numbers = {f"full.{name}_cpu_s_per_gib": cost_s for name, cost_s in per_gib.items()}
     ratios = {f"full_over_socket.{name}": per_gib["socket"] / per_gib[name] for name in per_gib}
     best = max(ratios[f"full_over_socket.{way}"] for way in WAYS)
-    return {"full.mib": mib, **numbers, **ratios, "full_over_socket": best}
+    over_tls = per_gib["tls_socket"] / per_gib["bulk_tls"]
+    sizes = {"full.mib": gib * 1024, "full.tensors": float(len(elements))}
+    return {
+        **sizes,
+        **numbers,
+        **ratios,
+        "full_over_socket": best,
+        "bulk_tls_over_tls_socket": over_tls,
+    }
 
 
 def trainer_egress(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, float]:
@@ -112,11 +131,11 @@ def trainer_egress(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, floa
         publisher = Started(publish_weights, etcd.endpoint, cluster)
         workers = [Started(follow_weights, etcd.endpoint, cluster, f"w{n}") for n in range(count)]
         try:
-            publisher.order("make", mib << 20, _TENSORS)
+            publisher.order("make", even(mib))
             _publish_to(publisher, workers)
             found = []
             for _ in range(rounds):
-                publisher.order("make", mib << 20, _TENSORS)
+                publisher.order("make", even(mib))
                 before = publisher.order("sent_bytes")
                 _publish_to(publisher, workers)
                 found.append(publisher.order("sent_bytes") - before)
@@ -157,7 +176,7 @@ def kept_kv(path: Path) -> dict[str, float]:
     return numbers
 
 
-def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, float]:
+def streams(parts: Sequence[str], model: Path, *, quick: bool, layout: str) -> dict[str, float]:
     """Measure the parts that need etcd."""
     # The processes that this one spawns import this module, too, and need no torch.
     from benchmarks.support.weights.publication import publication_share
@@ -172,7 +191,8 @@ def streams(parts: Sequence[str], model: Path, *, quick: bool) -> dict[str, floa
         etcd.start()
         try:
             if "full" in parts:
-                numbers |= full_over_socket(etcd, folder, mib=mib, rounds=rounds)
+                elements = smollm2() if layout == "smollm2" else even(mib)
+                numbers |= full_over_socket(etcd, folder, elements=elements, rounds=rounds)
             if "egress" in parts:
                 numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
             if "ranks" in parts:
@@ -194,6 +214,12 @@ def main() -> None:
     parser.add_argument("--model", help="of publication and deltas: tiny, smollm2 or a directory")
     parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
     parser.add_argument("--only", default=",".join(PARTS), help="these parts, separated by commas")
+    parser.add_argument(
+        "--layout",
+        choices=("even", "smollm2"),
+        default="even",
+        help="tensors of full: 64 of equal size, or the 272 of SmolLM2-135M",
+    )
     options = parser.parse_args()
     parts = options.only.split(",")
     if odd := set(parts) - set(PARTS):
@@ -204,7 +230,7 @@ def main() -> None:
         model = options.model or ("tiny" if options.quick else "smollm2")
         path = asyncio.run(ensure_model(model, seed=0, root=options.root))
     if set(parts) - {"deltas", "kept_kv"}:
-        numbers |= streams(parts, path, quick=options.quick)
+        numbers |= streams(parts, path, quick=options.quick, layout=options.layout)
     if "deltas" in parts:
         numbers |= deltas(path, steps=5 if options.quick else 20)
     if "kept_kv" in parts:

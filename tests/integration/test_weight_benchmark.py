@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.weights import WAYS, full_over_socket
+from benchmarks.weights import WAYS, even, full_over_socket
 from tests.support.runtime.etcd import EtcdServer
 
 
 def test_benchmark_publishes_by_every_way(own_etcd: EtcdServer, tmp_path: Path) -> None:
-    """TCP, shared memory, a directory and gRPC, beside a bare gRPC stream and a socket."""
-    found = full_over_socket(own_etcd, tmp_path, mib=1, rounds=1)
-    ways = {*WAYS, "bare_grpc", "socket"}
+    """TCP, shared memory, a directory and gRPC, beside a bare gRPC stream and sockets."""
+    found = full_over_socket(own_etcd, tmp_path, elements=even(1), rounds=1)
+    ways = {*WAYS, "bare_grpc", "socket", "tls_socket"}
     assert {key for key in found if "over_socket." in key} == {
         f"full_over_socket.{way}" for way in ways
     }

@@ -1,4 +1,4 @@
-"""A trainer's publisher and workers' followers in processes of their own, and a socket copy beside.
+"""A trainer's publisher and workers' followers in processes of their own.
 
 The publisher, the follower, the RPCs and etcd are real; the engine takes weights and computes
 nothing. Each process obeys a pipe and answers every order once it is done.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,7 +40,6 @@ from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher, Snapshot
 from services.trainer.published.versions import PublishedVersions
 
-_PIECE_BYTES = 1 << 20
 _KEPT_BYTES = 64 << 20
 
 
@@ -102,12 +100,12 @@ def security(tls: str = "") -> Security:
     )
 
 
-def tensors(total_bytes: int, *, count: int, version: int) -> list[NamedTensor]:
-    """Return `count` random bfloat16 tensors; each version has other content."""
+def tensors(elements: Sequence[int], *, version: int) -> list[NamedTensor]:
+    """Return random bfloat16 tensors with these numbers of elements; each version has other
+    content."""
     rng = np.random.default_rng(version)
     made = []
-    for number in range(count):
-        items = total_bytes // count // 2
+    for number, items in enumerate(elements):
         data = memoryview(rng.bytes(items * 2))
         made.append(NamedTensor(name=f"t{number}", dtype="bfloat16", shape=(items,), data=data))
     return made
@@ -118,7 +116,7 @@ def publish_weights(
 ) -> None:
     """Be a trainer's publisher; `way` is memory, bulk, grpc, or with the name of a directory
     directory or bulk_tls.
-    Orders: make(total_bytes, count), publish(), sent_bytes()."""
+    Orders: make(elements), publish(), sent_bytes()."""
     keep_freed_memory(_KEPT_BYTES)
     configure_logging("trainer", "trainer", level="warning", file="")
     uvloop.run(_publish(pipe, etcd, cluster, way, directory))
@@ -153,8 +151,8 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
         nonlocal made
         match order.name:
             case "make":
-                total_bytes, count = order.arguments
-                made = tensors(total_bytes, count=count, version=publisher.version + 1)
+                (elements,) = order.arguments
+                made = tensors(elements, version=publisher.version + 1)
                 return None
             case "publish":
                 snapshot, made = Snapshot(step=publisher.version, tensors=made), []
@@ -244,36 +242,6 @@ async def _follow(pipe: Connection, etcd: str, cluster: str, name: str, director
         tasks.create_task(register())
         tasks.create_task(follower.run())
         tasks.create_task(_obey(pipe, obey))
-
-
-def send_bytes(pipe: Connection, total_bytes: int) -> None:
-    """Send bytes over a socket for each order; the first message is the port."""
-    data = memoryview(np.random.default_rng(0).bytes(total_bytes))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        pipe.send(listener.getsockname()[1])
-        with suppress(EOFError):
-            while True:
-                pipe.recv()
-                connection, _ = listener.accept()
-                with connection:
-                    for start in range(0, total_bytes, _PIECE_BYTES):
-                        connection.sendall(data[start : start + _PIECE_BYTES])
-                pipe.send(None)
-
-
-def receive_bytes(pipe: Connection, port: int, total_bytes: int) -> None:
-    """Receive the bytes into new memory for each order, and keep them until the next."""
-    pipe.send("ready")
-    kept: list[bytearray] = []
-    with suppress(EOFError):
-        while True:
-            pipe.recv()
-            kept = [*kept[-1:], bytearray(total_bytes)]
-            view, got = memoryview(kept[-1]), 0
-            with socket.create_connection(("127.0.0.1", port)) as connection:
-                while got < total_bytes:
-                    got += connection.recv_into(view[got : got + _PIECE_BYTES])
-            pipe.send(None)
 
 
 class _Measured(Protocol):
