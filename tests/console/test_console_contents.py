@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,7 +17,7 @@ from forge.v1 import common_pb2 as pb
 from forge.v1 import scheduler_pb2, trainer_pb2
 from services.console.config import ConsoleConfig, HttpSettings
 from services.console.data.trajectories import trajectory_list
-from tests.support.console.browser import LIMIT_MS, chromium, watched
+from tests.support.console.browser import LIMIT_MS, watched
 from tests.support.console.page import Console, served, token_of, write_metrics
 from tests.support.pool.records import make_reward, make_turn
 
@@ -29,19 +28,9 @@ HOSTILE = (
 LONG = 200_000
 
 
-@pytest.fixture(scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with chromium() as started:
-        yield started
-
-
-def address(console: Console) -> str:
-    return f"http://127.0.0.1:{console.port}/"
-
-
 async def test_texts_of_a_model_stay_texts(browser: Browser) -> None:
     """Tags, handlers and links that a model writes are shown as they are written."""
-    async with served() as console, watched(browser, address(console)) as one:
+    async with served() as console, watched(browser, console.address) as one:
         message = {"role": "user", "content": HOSTILE, "name": HOSTILE}
         call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
         answer = {"role": "assistant", "content": HOSTILE, "tool_calls": [call]}
@@ -59,7 +48,7 @@ async def test_texts_of_a_model_stay_texts(browser: Browser) -> None:
 
 async def test_html_from_a_text_is_refused_by_the_browser(browser: Browser) -> None:
     """A script of the page that tried it would fail: the policy demands trusted types."""
-    async with served() as console, watched(browser, address(console)) as one:
+    async with served() as console, watched(browser, console.address) as one:
         await one.go("")
         refused = await one.page.evaluate(
             "() => { try { document.body.innerHTML = '<b>x</b>'; return ''; }"
@@ -74,7 +63,7 @@ async def test_long_trajectory_scrolls(browser: Browser) -> None:
     turn.sampled.ids = int32_bytes(range(LONG))
     turn.sampled.logprobs = float32_bytes([-0.5] * LONG)
     turn.sampled.weight_versions = int32_bytes([3] * LONG)
-    async with served() as console, watched(browser, address(console)) as one:
+    async with served() as console, watched(browser, console.address) as one:
         console.pool.put("t:0:0", turn)
         console.values.stored["t:0:0"] = {0: values_of(*[0.5] * LONG, clipped=LONG - 1)}
         page = one.page
@@ -134,7 +123,7 @@ def values_of(*log_ratios: float, clipped: int) -> TurnValues:
 async def test_tokens_have_the_trainers_values(browser: Browser, dark: bool) -> None:
     """Colors, legend and marks of each mode without a finding of axe-core; by the keyboard alone,
     token by token; a turn without values says so and has no color."""
-    async with served() as console, watched(browser, address(console), dark=dark) as one:
+    async with served() as console, watched(browser, console.address, dark=dark) as one:
         page = one.page
         console.pool.put(
             "t:0:0",
@@ -186,7 +175,7 @@ async def test_tokens_have_the_trainers_values(browser: Browser, dark: bool) -> 
 async def test_login_leads_to_the_page(browser: Browser) -> None:
     """A wrong token is named; a right one opens the page, and the log-out closes it."""
     config = ConsoleConfig(http=HttpSettings(login="always"))
-    async with served(config) as console, watched(browser, address(console)) as one:
+    async with served(config) as console, watched(browser, console.address) as one:
         page = one.page
         await one.go("#/window")
         await page.wait_for_selector("form.login")
@@ -204,7 +193,7 @@ async def test_login_leads_to_the_page(browser: Browser) -> None:
 
 async def test_every_control_is_reached_by_the_keyboard(browser: Browser) -> None:
     """From the skip link over the navigation to the cells, each with a visible focus."""
-    async with served() as console, watched(browser, address(console)) as one:
+    async with served() as console, watched(browser, console.address) as one:
         page = one.page
         await one.go("#/window")
         await page.wait_for_selector("ul.legend li")
@@ -229,7 +218,7 @@ async def test_operator_steers_weights_in_a_dialog(browser: Browser) -> None:
     """Nothing changes before the dialog is confirmed; Escape leaves it; an error stays beside the
     button. Page and dialog have no finding of axe-core."""
     config = ConsoleConfig(http=HttpSettings(steering=True))
-    async with served(config) as console, watched(browser, address(console)) as one:
+    async with served(config) as console, watched(browser, console.address) as one:
         page, changes = one.page, console.steering.changes
         await one.go("#/weights")
         await page.click("button:has-text('Serve v1')")
@@ -267,7 +256,7 @@ async def test_operator_drains_a_runner(browser: Browser) -> None:
         return [Service(**known, state="ready", version="1", metadata=metadata)]
 
     config = ConsoleConfig(http=HttpSettings(steering=True))
-    async with served(config) as console, watched(browser, address(console)) as one:
+    async with served(config) as console, watched(browser, console.address) as one:
         console.services = runner()
         await one.go("#/services")
         card = one.page.locator("article", has_text="runner-1")
@@ -285,7 +274,7 @@ async def test_operator_drains_a_runner(browser: Browser) -> None:
 
 async def test_reader_without_rights_gets_no_buttons(browser: Browser) -> None:
     """The page shows the versions all the same."""
-    async with served() as console, watched(browser, address(console)) as one:
+    async with served() as console, watched(browser, console.address) as one:
         await one.go("#/weights")
         await one.page.wait_for_selector("table.rows th:has-text('v1')")
         assert await one.page.locator("main button").count() == 0
@@ -295,7 +284,7 @@ async def test_reader_without_rights_gets_no_buttons(browser: Browser) -> None:
 async def test_overview_overlays_other_runs(browser: Browser, tmp_path: Path) -> None:
     """Three charts with a line for each run; one without a file says why."""
     config = ConsoleConfig(compare=(str(write_metrics(tmp_path / "other", 5)), str(tmp_path / "x")))
-    async with served(config) as console, watched(browser, address(console)) as one:
+    async with served(config) as console, watched(browser, console.address) as one:
         await console.operator.steps.put(trainer_pb2.StepMetrics(step=1, mean_reward=0.5))
         await one.go("#/overview")
         section = one.page.locator("section[aria-label='Runs compared']")
@@ -334,7 +323,7 @@ async def test_tasks_and_search_are_clean(browser: Browser, width: int, dark: bo
     messages = {"messages": [{"role": "user", "content": said}], "answer": {"role": "assistant"}}
     async with (
         served() as console,
-        watched(browser, address(console), width=width, dark=dark) as one,
+        watched(browser, console.address, width=width, dark=dark) as one,
     ):
         page = one.page
         data_set_of(console)
@@ -371,7 +360,7 @@ async def test_search_continues_on_demand(
 ) -> None:
     """The button adds the next matches, and goes with the last ones."""
     monkeypatch.setattr(trajectory_list, "MOST_MATCHES", 2)
-    async with served() as console, watched(browser, address(console)) as one:
+    async with served() as console, watched(browser, console.address) as one:
         for number in range(3):
             console.pool.put(f"t{number}:0:0", make_turn(messages_json="needle"))
         await one.go(f"#/trajectories/find/{quote('text=needle')}")
@@ -386,7 +375,7 @@ async def test_search_continues_on_demand(
 
 async def test_reward_components_have_a_chart(browser: Browser) -> None:
     """One line for each name, once a step has any."""
-    async with served() as console, watched(browser, address(console)) as one:
+    async with served() as console, watched(browser, console.address) as one:
         for step in (1, 2):
             await console.operator.steps.put(
                 trainer_pb2.StepMetrics(step=step, reward_components={"tests": 0.5, "calls": -0.1})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Browser, expect
 from safetensors import safe_open
 
-from tests.support.console.browser import LIMIT_MS, chromium, watched
+from tests.support.console.browser import LIMIT_MS, watched
 from tests.support.suite.forge_run import ForgeRun, end_runs
 
 PAGES = ("overview", "window", "trajectories", "tasks", "weights", "services")
@@ -50,12 +50,6 @@ def address(run: ForgeRun) -> str:
     found = re.search(r"Console (http://127\.0\.0\.1:\d+/)", run.output())
     assert found, run.explain()
     return found[1]
-
-
-@pytest.fixture(scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with chromium() as started:
-        yield started
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -125,7 +125,7 @@ class Poll(Topic):
             await asyncio.sleep(pause_s(self._period_s, time.monotonic() - began_s))
 
     async def refresh(self) -> None:
-        """Reads once."""
+        """Reads once; an equal state is no change."""
         error = ""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -135,6 +135,7 @@ class Poll(Topic):
         except ForgeError as failed:
             error = str(failed)
         READS.labels(self.name, "failed" if error else "ok").inc()
-        state = {"at": time.time(), "state": self._state, "error": error}
-        self._payload, self._version = encode(state), self._version + 1
-        self._news.tell()
+        payload = encode({"state": self._state, "error": error})
+        if payload != self._payload:
+            self._payload, self._version = payload, self._version + 1
+            self._news.tell()

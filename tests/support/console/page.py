@@ -303,6 +303,11 @@ class Console:
         self.client: aiohttp.ClientSession
         self.port = 0
 
+    @property
+    def address(self) -> str:
+        """URL of its pages, with a slash at the end."""
+        return f"http://127.0.0.1:{self.port}/"
+
     async def _services(self) -> dict[str, Any]:
         rows = [service_row(one) for one in self.services]
         return {"services": rows, "missing": [], "problems": [], "shards": []}

@@ -1,10 +1,11 @@
 // A dialog that confirms a change. It stays open until the change is done, with the error beside the button.
 
-import { h, text } from "./dom.js";
+import { copies, h, text } from "./dom.js";
 import { post } from "./live.js";
 
 // `body` is shown; `content` returns the object to send to `path`.
 export function confirm({ title, body, action, path, content }) {
+  const opener = document.activeElement;
   const problem = h("p", { class: "note bad", hidden: true, role: "alert" });
   const yes = h("button", { class: "primary", type: "button" }, action);
   const no = h("button", { type: "button" }, "Cancel");
@@ -17,7 +18,11 @@ export function confirm({ title, body, action, path, content }) {
     h("div", { class: "buttons" }, no, yes),
   );
   no.addEventListener("click", () => dialog.close());
-  dialog.addEventListener("close", () => dialog.remove());
+  dialog.addEventListener("close", () => {
+    dialog.remove();
+    // An update may have replaced the button behind the open dialog.
+    if (!opener.isConnected) copies(document.body, opener)[0]?.focus();
+  });
   yes.addEventListener("click", async () => {
     yes.disabled = true;
     problem.hidden = true;

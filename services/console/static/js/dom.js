@@ -13,8 +13,18 @@ export function h(tag, props = {}, ...children) {
   return element;
 }
 
+// The controls in an element that equal another one, which may be of an earlier content, in text, name and target.
+export function copies(element, one) {
+  const same = (each) => ["href", "aria-label"].every((name) => each.getAttribute(name) === one.getAttribute(name));
+  return [...element.querySelectorAll(one.localName)].filter((each) => each.textContent === one.textContent && same(each));
+}
+
+// Replace the content. If it has the keyboard focus, the copy of the focused control in the new content gets it.
 export function fill(element, ...children) {
+  const focused = document.activeElement;
+  const place = focused !== element && element.contains(focused) ? copies(element, focused).indexOf(focused) : -1;
   element.replaceChildren(...children.flat(Infinity).filter((one) => one !== null && one !== undefined && one !== false));
+  if (place >= 0) copies(element, focused)[place]?.focus({ preventScroll: true });
 }
 
 // Set a text only if it differs: screen readers and selections stay undisturbed.

@@ -7,6 +7,7 @@ import { showTrajectory } from "./trajectory.js";
 
 const link = (id, turn) => `#/trajectories/${encodeURIComponent(id)}${turn === undefined ? "" : `/${turn}`}`;
 const FIELDS = ["text", "domain", "state", "min_reward", "max_reward", "min_version", "max_version", "reward_name", "tag", "scaffold", "user", "where"];
+const LIVE_ROWS = 200;
 // Conditions that a live row does not show: a list with one is read once.
 const HIDDEN = ["text", "reward_name", "tag", "scaffold", "user", "where"];
 
@@ -78,12 +79,12 @@ function showList(root, context, wanted) {
   const further = h("button", { type: "button", hidden: true, onclick: () => read(true) }, "Search further");
   fill(root, h("div", { class: "head" }, h("h1", {}, "Trajectories"), sub, open), form, problem, h("div", { class: "panel scroll", tabindex: "0", role: "region", "aria-label": "Trajectories" }, table, empty), h("p", {}, further));
 
-  function row(one) {
+  function row(one, kind = null) {
     const versions = one.versions[0] < 0 ? "" : one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions[0]}–${one.versions[1]}`;
     const components = one.rewards.filter((each) => each.kind !== "outcome");
     return h(
       "tr",
-      { class: one.fresh ? "fresh" : null },
+      { class: kind },
       h("td", {}, one.freed ? h("span", { class: "mono" }, one.id) : h("a", { class: "mono", href: link(one.id, one.turn) }, one.id), one.excerpt ? h("p", { class: "small excerpt" }, ...marked(one.excerpt, state.query.text), h("span", { class: "muted" }, ` turn ${one.turn}`)) : null),
       h("td", {}, one.domain),
       h("td", {}, one.state, one.freed ? h("span", { class: "muted" }, " freed") : null),
@@ -97,7 +98,7 @@ function showList(root, context, wanted) {
   }
 
   function draw() {
-    fill(body, state.rows.slice(0, state.query.text ? 2000 : 200).map(row));
+    fill(body, state.rows.slice(0, state.query.text ? 2000 : LIVE_ROWS).map((one) => row(one)));
     empty.hidden = state.rows.length > 0;
   }
 
@@ -150,11 +151,15 @@ function showList(root, context, wanted) {
   });
   const close = live(["closes", "overview"], {
     closes(event) {
-      const fresh = event.rows.filter(fits).map((one) => ({ ...one, fresh: true }));
-      if (!fresh.length) return;
-      const ids = new Set(fresh.map((one) => one.id));
-      state.rows = [...fresh.reverse(), ...state.rows.filter((one) => !ids.has(one.id)).map((one) => ({ ...one, fresh: false }))].slice(0, 200);
-      draw();
+      const closed = event.rows.filter(fits).reverse();
+      if (!closed.length) return;
+      const ids = new Set(closed.map((one) => one.id));
+      // Other rows stay: a run closes many trajectories per second, and a replaced row loses a press of its link.
+      [...body.children].forEach((each, at) => (ids.has(state.rows[at].id) ? each.remove() : each.classList.remove("fresh")));
+      body.prepend(...closed.map((one) => row(one, "fresh")));
+      while (body.childElementCount > LIVE_ROWS) body.lastElementChild.remove();
+      state.rows = [...closed, ...state.rows.filter((one) => !ids.has(one.id))].slice(0, LIVE_ROWS);
+      empty.hidden = true;
     },
     overview(event) {
       const names = (event.state?.scheduler?.domains || []).map((one) => one.domain);

@@ -98,6 +98,23 @@ async def test_topic_is_read_only_while_watched() -> None:
     assert reads == ended
 
 
+async def test_equal_state_is_sent_once() -> None:
+    """A page would draw its tables again, under the pointer and the keyboard focus."""
+    answers = [{"groups": 1}, {"groups": 1}, {"groups": 2}]
+
+    async def read() -> dict[str, int]:
+        return answers.pop(0)
+
+    topic = Poll("tasks", News(), read, period_s=0.0, timeout_s=5.0)
+    await topic.refresh()
+    _, cursor = topic.since(START)
+    await topic.refresh()
+    assert topic.since(cursor) == (None, cursor)
+    await topic.refresh()
+    payload, _ = topic.since(cursor)
+    assert payload is not None and json.loads(payload)["state"] == {"groups": 2}
+
+
 async def test_failed_read_keeps_the_last_state() -> None:
     """The error is beside it."""
     answers: list[int | Exception] = [7, Unavailable("no scheduler leads")]
