@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import structlog
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.batches.logged_rollouts import LoggedRollout
 from services.trainer.config import TrainerConfig
+from services.trainer.reporting import sinks
+from services.trainer.reporting.queued_sink import QueuedSink
 from services.trainer.reporting.run_record import TrainingRecord
-from services.trainer.reporting.sinks import make_sinks
-from tests.support.runtime.waiting import until_blocking
+from tests.support.runtime.waiting import LIMIT_S, until_blocking
 from tests.support.trainer.wandb_file import history
 
 # Not imported before the fixture: Trackio reads its directory as it is imported.
@@ -39,7 +41,8 @@ RUNS = "wandb/offline-run-*/run-*.wandb"
 
 @pytest.fixture(scope="module", autouse=True)
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where both packages write; neither calls anything. They read their variables once."""
+    """Where both packages write; neither calls anything. They read their variables once. Sinks get
+    more time for their end than in a process that stops: a package starts processes of its own."""
     folder = tmp_path_factory.mktemp("trackers")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
@@ -49,6 +52,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ("HF_HUB_OFFLINE", "1"),
         ):
             patch.setenv(name, value)
+        patch.setattr(sinks, "QueuedSink", partial(QueuedSink, close_s=LIMIT_S))
         yield folder
 
 
@@ -63,8 +67,8 @@ def step(number: int, loss: float = 0.5) -> pb.StepMetrics:
 
 
 def record(package: str) -> TrainingRecord:
-    sinks = make_sinks(TrainerConfig(**{f"{package}_project": "forge", "cluster": "c"}))  # type: ignore[arg-type]
-    return TrainingRecord(max_steps=9, metrics_file="", sinks=sinks)
+    config = TrainerConfig(**{f"{package}_project": "forge", "cluster": "c"})  # type: ignore[arg-type]
+    return TrainingRecord(max_steps=9, metrics_file="", sinks=sinks.make_sinks(config))
 
 
 def train(package: str) -> list[Any]:
