@@ -25,8 +25,9 @@ def merged(*layers: str, field: str = "chat_template_kwargs") -> dict[str, Any]:
     and "" has none. Raises `InvalidArgument` with `field` for another text."""
     variables: dict[str, Any] = {}
     for layer in filter(None, layers):
-        if len(layer) > MAX_KWARGS_BYTES:
-            raise InvalidArgument(f"{field} has {len(layer)} bytes; at most {MAX_KWARGS_BYTES}")
+        size_bytes = len(layer.encode())
+        if size_bytes > MAX_KWARGS_BYTES:
+            raise InvalidArgument(f"{field} has {size_bytes} bytes; at most {MAX_KWARGS_BYTES}")
         try:
             read = json.loads(layer)
         except (ValueError, RecursionError) as error:

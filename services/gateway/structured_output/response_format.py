@@ -48,9 +48,10 @@ async def check_schema_of(schema: Mapping[str, Any], *, strict: bool, field: str
     """Raises `InvalidArgument` for a schema that cannot be enforced."""
     spelt = _spelt(schema)
     # Before the cache, too, so that its texts are bounded.
-    if len(spelt) > MAX_GRAMMAR_BYTES:
+    size_bytes = len(spelt.encode())
+    if size_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidArgument(
-            f"{field} has {len(spelt)} characters as JSON; at most {MAX_GRAMMAR_BYTES}"
+            f"{field} has {size_bytes} bytes as JSON; at most {MAX_GRAMMAR_BYTES}"
         )
     # On a thread, because it may take several tenths of a second.
     problem = await asyncio.to_thread(_problem, spelt, strict)

@@ -67,6 +67,7 @@ def test_request_variables_replace_those_of_the_token() -> None:
         ("[]", "must be a JSON object"),
         ("{", "not JSON"),
         (json.dumps({"enable_thinking": "x" * 5000}), "at most 4096"),
+        (json.dumps({"enable_thinking": "é" * 3000}, ensure_ascii=False), "has 6023 bytes"),
     ],
 )
 def test_a_variable_without_effect_is_refused(kwargs: str, says: str) -> None:

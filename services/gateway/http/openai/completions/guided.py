@@ -101,8 +101,8 @@ def any_of(name: str, choices: list[str]) -> str:
 
 def _lark(name: str, text: str) -> str:
     """Returns a grammar in llguidance's Lark; `text` is that, or GBNF."""
-    if len(text) > MAX_GRAMMAR_BYTES:
-        raise InvalidArgument(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters")
+    if len(text.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(f"{name} is longer than {MAX_GRAMMAR_BYTES} bytes")
     try:
         return str(any_to_lark(text))
     # The converter raises plain exceptions too: "No 'root' rule found".

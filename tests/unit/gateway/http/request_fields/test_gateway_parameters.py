@@ -157,6 +157,11 @@ def matched(grammar: common_pb2.Grammar, text: str) -> bool:
         ({"guided_choice": []}, "guided_choice has 0 texts"),
         ({"guided_grammar": 'root ::= "'}, "guided_grammar is neither Lark nor GBNF"),
         (
+            {"guided_grammar": f'start: "{"é" * 70_000}"'},
+            "guided_grammar is longer than 131072 bytes",
+        ),
+        ({"guided_json": {"const": "é" * 70_000}}, "guided_json has 140013 bytes as JSON"),
+        (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
             "response_format and guided decoding",
         ),
