@@ -1,10 +1,15 @@
-"""The output and the end of a command: errors in one line, exit codes, Ctrl-C."""
+"""The output and the end of a command: errors in one line, exit codes, signals."""
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -23,7 +28,31 @@ _PIPE_WIDTH = 240
 """Columns where no terminal has a width: rows of 80 would break every id."""
 
 
-console = Console(
+class _Output(Console):
+    """The output of commands. A command whose reader is gone ends at its next line; one whose
+    terminal is gone continues. The clean-up of a command runs to its end in both cases."""
+
+    stopping = False
+    """True once a signal or a lost reader has ended the command."""
+
+    def __exit__(self, *error: Any) -> None:
+        """Writes the lines of a block."""
+        try:
+            super().__exit__(*error)
+        except OSError as failure:
+            if failure.errno != errno.EIO:
+                raise
+            drop_lost_output()
+
+    def on_broken_pipe(self) -> None:
+        """See `Console`."""
+        drop_lost_output()
+        if not self.stopping:
+            self.stopping = True
+            raise SystemExit(1)
+
+
+console = _Output(
     # Without markup: names, paths and reasons may have brackets, such as [/INST].
     markup=False,
     highlight=False,
@@ -62,18 +91,29 @@ def say(text: str | Text) -> None:
 
 
 def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
-    """Runs an asynchronous command; Ctrl-C and SIGTERM cancel it, so that its clean-up runs."""
+    """Runs an asynchronous command; Ctrl-C, SIGTERM and the end of its terminal cancel it, so that
+    its clean-up runs. A further Ctrl-C cancels the clean-up."""
     import asyncio
 
+    from forge.runtime.process.stop_signals import on_stop_signal
     from forge.runtime.telemetry import log_to_people
 
     log_to_people()
 
     async def cancellable() -> None:
         task = asyncio.ensure_future(main())
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
+        signaled = False
+
+        def stop(number: signal.Signals) -> None:
+            nonlocal signaled
+            drop_lost_output()
+            # When a terminal ends, the shell and the kernel send SIGHUP, and readers end, too.
+            if not console.stopping or (signaled and number == signal.SIGINT):
+                task.cancel()
+            signaled = console.stopping = True
+
+        console.stopping = False
+        on_stop_signal(stop)
         await task
 
     try:
@@ -81,6 +121,19 @@ def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
     except asyncio.CancelledError:
         say(interrupted)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def drop_lost_output() -> None:
+    """Replaces stdout and stderr by the null device if their terminal or reader is gone, so that
+    no later line raises."""
+    with Path(os.devnull).open("wb") as nowhere:
+        for stream in (sys.stdout, sys.stderr):
+            # A program that uses a command may have replaced them.
+            with suppress(OSError, ValueError):
+                poll = select.poll()
+                poll.register(stream.fileno(), 0)
+                if poll.poll(0):
+                    os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def fail(error: Exception) -> NoReturn:

@@ -116,10 +116,11 @@ async def say(address: str, text: str) -> str:
         return answer.decode()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_service_starts_serves_drains_and_exits_with_zero(
-    start: Start, coordinator: Coordinator
+    start: Start, coordinator: Coordinator, number: signal.Signals
 ) -> None:
-    """SIGTERM: leave discovery, finish the running stream, stop actors, close stores, exit 0."""
+    """A signal: leave discovery, finish the running stream, stop actors, close stores, exit 0."""
     process = start("--drain-s", "240")
     discovery = coordinator.discover("echo")
     (instance,) = await discovery.wait(timeout_s=START_S)
@@ -130,7 +131,7 @@ async def test_service_starts_serves_drains_and_exits_with_zero(
         in_flight = EchoStub(channel).StreamStream(timeout=START_S)
         await in_flight.write(b"say:before")
         assert await in_flight.read() == b"before"
-        process.child.send_signal(signal.SIGTERM)
+        process.child.send_signal(number)
         while discovery.instances:
             await asyncio.wait_for(discovery.changed(), START_S)
         await in_flight.write(b"say:while it drains")

@@ -3,11 +3,10 @@
     start: log, etcd, agreement, actors, app, listen, health SERVING, register lease, READY
     stop:  deregister, NOT_SERVING, drain, stop listening, stop actors, close stores, exit 0
 
-Owns this order. SIGTERM and SIGINT stop a process, also during its start. A started app is drained
-even if its registration failed: it may have work already. So an outage of etcd only delays the
-registration. An actor that crashes too often ends the
-process with exit code 1, and the supervisor starts a fresh one. After kill -9 the lease expires;
-acknowledged writes are durable.
+Owns this order. SIGTERM, SIGINT and SIGHUP stop a process, also during its start. A started app is
+drained even if its registration failed: it may have work already. So an outage of etcd only delays
+the registration. An actor that crashes too often ends the process with exit code 1, and the
+supervisor starts a fresh one. After kill -9 the lease expires; acknowledged writes are durable.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -41,6 +39,7 @@ from forge.runtime.process.clock_watch import ClockWatch
 from forge.runtime.process.credential_reload import reload_credentials
 from forge.runtime.process.metrics_listener import serve_metrics
 from forge.runtime.process.span_export import export_spans
+from forge.runtime.process.stop_signals import on_stop_signal
 from forge.runtime.process.watchdog import feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
@@ -207,9 +206,7 @@ class _Process:
     async def live(self) -> BaseException | None:
         """Returns the failure that ended it, if one did. Raises ForgeError when it could not
         start."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+        on_stop_signal(lambda _: self._stopping.set())
         async with AsyncExitStack() as undo:
             try:
                 export_spans(self._service, self._config, undo)

@@ -34,6 +34,7 @@ from forge.core.errors import ForgeError
 from forge.rl.collectives import RankLost, lost_ranks
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.parallel.world import World
+from forge.runtime.process.stop_signals import STOP_SIGNALS
 from forge.runtime.telemetry import configure_logging, log
 from services.trainer.checkpoint.files import named_tensors
 from services.trainer.config import TrainerConfig
@@ -285,7 +286,7 @@ def _follow_here(rank: int, config: TrainerConfig, meeting: Path) -> None:
 def _follow(config: TrainerConfig, join_others: Callable[[], tuple[World, Store]]) -> None:
     """Returns when another rank is lost, exits when this one fails."""
     # A stop signal may reach all processes of the service; the current step must still end.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     configure_logging("trainer", config.instance_id, level=config.log_level, file=config.log_file)
     torch.set_num_threads(config.threads())
