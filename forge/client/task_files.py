@@ -8,7 +8,7 @@ defaults, `domain`, `scaffold`, `group_size`, `difficulty`, `priority`, `agent_r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,14 @@ SAMPLING_POLICIES = {
 """Values of `sampling`: whose sampling parameters the rollouts use."""
 
 
-def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
-    """Read the tasks of a file, without ids. Raises InvalidArgument with file, line and field."""
+def read_tasks(
+    file: Path,
+    defaults: common_pb2.Task,
+    *,
+    check: Callable[[common_pb2.Task], None] = lambda _: None,
+) -> list[common_pb2.Task]:
+    """Read the tasks of a file, without ids. Raises InvalidArgument with file, line and field, also
+    for a task that `check` refuses with InvalidArgument."""
     try:
         lines = read_json_lines(file)
     except OSError as error:
@@ -53,6 +59,7 @@ def read_tasks(file: Path, defaults: common_pb2.Task) -> list[common_pb2.Task]:
     for number, line in lines:
         try:
             tasks.append(_task(line, defaults))
+            check(tasks[-1])
         except (ValueError, InvalidArgument) as error:
             raise InvalidArgument(f"{file}, line {number}: {error}") from None
     if not tasks:

@@ -76,7 +76,7 @@ async def test_submission_waits_for_an_absent_scheduler(
     the states of the earlier tasks, with the reasons of tombstones."""
     operator = Operator(etcd, cluster, tmp_path / "key")
     file = write_tasks(tmp_path / "sums.jsonl", 1, 1, 1, 1)
-    words = ("submit", file, "--domain", "code", "--queued", "2", "--no-shuffle")
+    words = ("submit", file, "--domain", "math", "--queued", "2", "--no-shuffle")
     submits = await operator.start(*words)
     await line_with(submits, "scheduler unreachable, waiting: 0 of 1 fitting scheduler instances")
     leader = forge.start_scheduler()
@@ -114,7 +114,7 @@ async def test_submission_of_refused_tasks_submits_the_others(
     operator = Operator(etcd, cluster, tmp_path / "key")
     forge.start_scheduler(max_group_size="2")
     file = write_tasks(tmp_path / "sums.jsonl", 1, 3, 1)
-    submits = await operator.start("submit", file, "--domain", "code")
+    submits = await operator.start("submit", file, "--domain", "math")
     said, wrong = await submits.communicate()
     assert submits.returncode == 2
     assert "1 tasks were refused" in wrong.decode()
@@ -138,7 +138,7 @@ async def test_feed_unit_keeps_the_queue_filled(
     write_tasks(tmp_path / "sums.jsonl", 1, 1)
     (start,) = re.findall(r"^ExecStart=\S+/forge (.+)$", FEED.read_text(), re.M)
     start = start.replace("/var/lib/forge/feed/%i", str(tmp_path / "sums"))
-    words = start.replace("%d", str(tmp_path)).replace("$FORGE_FEED", "--domain code --queued 5")
+    words = start.replace("%d", str(tmp_path)).replace("$FORGE_FEED", "--domain math --queued 5")
     systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     systemd.bind(str(tmp_path / "notify"))
     said = set[bytes]()
@@ -196,7 +196,7 @@ async def test_submission_ends_after_its_timeout(
     Keyring.generate(tmp_path / "key")
     operator = Operator(etcd, cluster, tmp_path / "key")
     file = write_tasks(tmp_path / "sums.jsonl", 1)
-    submits = await operator.start("submit", file, "--domain", "code", "--timeout", "1s")
+    submits = await operator.start("submit", file, "--domain", "math", "--timeout", "1s")
     said, wrong = await submits.communicate()
     assert submits.returncode == 1
     assert b"scheduler unreachable, waiting" in said and b"0 of 1 fitting" in wrong

@@ -36,6 +36,12 @@ class Submission:
     held_out: Annotated[
         Path | None, typer.Option(help="File of held-out tasks; a task in both files is an error.")
     ] = None
+    check_payloads: Annotated[
+        bool,
+        typer.Option(
+            help="Check payloads of Forge's own domains; not those of one that a runner replaces."
+        ),
+    ] = True
     timeout: Annotated[
         str, typer.Option(help="Longest wait for the scheduler: 90s, 15m, 2h. Default: no limit.")
     ] = ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
+from forge.agents.environments import DOMAINS
 from forge.agents.plugins import load_attribute
 from forge.cli.queue.outages import Outages
 from forge.cli.queue.submission import Submission
@@ -175,7 +176,8 @@ class Submitter:
 
     def _read_tasks(self) -> None:
         submission = self._submission
-        self._tasks = read_tasks(submission.file, submission.defaults)
+        check = check_payload if submission.check_payloads else lambda _: None
+        self._tasks = read_tasks(submission.file, submission.defaults, check=check)
         task_id_of(submission.name, Place(0, len(self._tasks)))
 
     def _load_curriculum(self) -> None:
@@ -230,6 +232,18 @@ class Submitter:
         task.task_id = task_id_of(self._submission.name, place)
         task.tag = self._submission.name
         return task
+
+
+def check_payload(task: common_pb2.Task) -> None:
+    """Raises InvalidArgument if the task's domain is one of Forge's and cannot use the payload. The
+    runner would report a failed rollout for each attempt."""
+    domain = DOMAINS.get(task.domain)
+    if domain is None:
+        return
+    try:
+        domain.episode(json.loads(task.payload_json))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"domain {task.domain}: {error}") from None
 
 
 def _content(task: common_pb2.Task) -> tuple[str, str]:

@@ -29,7 +29,7 @@ class Queue(Operator):
         self._digests = digests
 
     async def scheduler_status(self, **_: Any) -> scheduler_pb2.GetSchedulerStatusResponse:
-        domains = [scheduler_pb2.DomainStatus(domain="qa", recent_reward=0.5)]
+        domains = [scheduler_pb2.DomainStatus(domain="web", recent_reward=0.5)]
         return scheduler_pb2.GetSchedulerStatusResponse(domains=domains)
 
     async def submit(self, tasks: Any) -> int:
@@ -58,7 +58,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 def make_submission(file: Path, **changed: Any) -> Submission:
     given: dict[str, Any] = {"name": "set", "shuffle": False, "queued": 2}
-    return Submission(file=file, domain="qa", group_size=4, **(given | changed))
+    return Submission(file=file, domain="web", group_size=4, **(given | changed))
 
 
 async def submit(queue: Queue, submission: Submission) -> Counts:
@@ -68,7 +68,7 @@ async def submit(queue: Queue, submission: Submission) -> Counts:
 
 
 def hardest_first(candidates: Any, rewards: Any) -> list[int]:
-    assert rewards == {"qa": 0.5}
+    assert rewards == {"web": 0.5}
     return sorted(range(len(candidates)), key=lambda at: -candidates[at].difficulty)
 
 
@@ -116,7 +116,7 @@ async def test_changed_default_of_a_submitted_task_is_refused(tmp_path: Path) ->
     queue = Queue()
     await submit(queue, make_submission(file))
     with pytest.raises(InvalidArgument, match=r"task 1 .*--group-size"):
-        await submit(queue, Submission(file=file, name="set", domain="qa", group_size=2))
+        await submit(queue, Submission(file=file, name="set", domain="web", group_size=2))
 
 
 async def test_group_without_digest_is_not_compared(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_data_set_with_a_held_out_task_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", *rows)
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(
-        '{"domain": "code", "payload": {"n": 1}}\n\n{"domain": "qa", "payload": {"m":3, "n":2}}\n'
+        '{"domain": "math", "payload": {"n": 1}}\n\n{"domain": "web", "payload": {"m":3, "n":2}}\n'
     )
     with pytest.raises(InvalidArgument, match=r"t\.jsonl, task 2 .*held_out\.jsonl, task 2"):
         Submitter(make_submission(file, held_out=held_out), OUTAGES)
-    write(held_out, {"domain": "qa", "payload": {"n": 2}})
+    write(held_out, {"domain": "web", "payload": {"n": 2}})
     Submitter(make_submission(file, held_out=held_out), OUTAGES)
 
 
@@ -187,3 +187,21 @@ def test_invalid_curriculum_is_refused() -> None:
     """Before submission."""
     with pytest.raises(ConfigError, match="is not a function"):
         load_curriculum("math:pi")
+
+
+def test_payload_that_a_domain_of_forge_cannot_use_is_refused(tmp_path: Path) -> None:
+    """With line, field and value, before anything is sent; a runner would fail every attempt. A
+    domain of the user's own is unknown here, and so is one that a runner replaces."""
+    wrong = {"quantity": "mean", "numbers": [1]}
+    rows = [{"domain": "mine", "payload": {}}, {"domain": "code", "payload": wrong}]
+    file = write(tmp_path / "t.jsonl", *rows, {"domain": "gcd", "payload": {"question": "2?"}})
+    with pytest.raises(InvalidArgument) as refused:
+        Submitter(make_submission(file), OUTAGES)
+    assert str(refused.value).startswith(
+        f"{file}, line 2: domain code: payload 'quantity' must be one of sum, largest"
+    )
+    rows[1]["payload"] = {"quantity": "sum", "numbers": [1]}
+    write(file, *rows, {"domain": "gcd", "payload": {"question": "2?"}})
+    with pytest.raises(InvalidArgument, match=r"line 3: domain gcd: payload lacks 'answer'"):
+        Submitter(make_submission(file), OUTAGES)
+    assert Submitter(make_submission(file, check_payloads=False), OUTAGES).rows == 3
