@@ -57,19 +57,21 @@ class Pool:
 
     async def fetch(self, claims: Claims) -> common_pb2.Trajectory | None:
         """Returns the stored trajectory of the session; None if no turn is stored."""
-        if not await self._summaries(claims):
+        summaries = await self._summaries(claims)
+        if not summaries:
             return None
+        is_open = summaries[0].state == common_pb2.TRAJECTORY_STATE_OPEN
+        # The copy on a shard that retires lacks later rewards.
+        pool_shard = claims.pool_shard if is_open else await self._present_shard(claims)
         joiner = Joiner()
         async with translated():
-            _, stub = await self._remote.pick(
-                where=_shard(claims.pool_shard), timeout_s=self._timeout_s
-            )
+            _, stub = await self._remote.pick(where=_shard(pool_shard), timeout_s=self._timeout_s)
             request = pool_pb2.FetchTrajectoriesRequest(trajectory_ids=[claims.trajectory_id])
             async for response in stub.FetchTrajectories(request, timeout=self._timeout_s):
                 trajectory = joiner.add(response.trajectory)
                 if trajectory is not None:
                     return common_pb2.Trajectory.FromString(trajectory)
-        raise NotFound(f"pool shard {claims.pool_shard} sent no turns of {claims.trajectory_id}")
+        raise NotFound(f"pool shard {pool_shard} sent no turns of {claims.trajectory_id}")
 
     async def _summaries(
         self, claims: Claims, **times: float
@@ -77,14 +79,14 @@ class Pool:
         """Returns one summary, or none if no turn is stored."""
         request = pool_pb2.GetSummariesRequest(trajectory_ids=[claims.trajectory_id])
         response: pool_pb2.GetSummariesResponse = await self._call(
-            claims, "GetSummaries", request, **times
+            claims.pool_shard, "GetSummaries", request, **times
         )
         return response.summaries
 
     async def annotate(self, claims: Claims, rewards: Iterable[common_pb2.RewardEvent]) -> None:
         """Adds reward components to the session's trajectory."""
         request = pool_pb2.AppendRewardsRequest(trajectory_id=claims.trajectory_id, rewards=rewards)
-        await self._call(claims, "AppendRewards", request)
+        await self._call_moved(claims, "AppendRewards", request)
 
     async def seal(
         self,
@@ -111,7 +113,7 @@ class Pool:
             reason=abandon_reason,
             closing_agent_s=closing_agent_s,
         )
-        response: pool_pb2.SealTrajectoryResponse = await self._call(
+        response: pool_pb2.SealTrajectoryResponse = await self._call_moved(
             claims, "SealTrajectory", request
         )
         return response.summary
@@ -121,11 +123,37 @@ class Pool:
         `Unavailable`, `FailedPrecondition` for a shard that was retired or declared lost."""
         return cast(AppendStream, (await self._pick(pool_shard, self._timeout_s)).AppendTurns())
 
-    async def _call(self, claims: Claims, method: str, request: Any, **times: float) -> Any:
-        """Calls the session's shard; `times` replaces the deadline and the retry time."""
+    async def _call_moved(self, claims: Claims, method: str, request: Any) -> Any:
+        """Calls the session's shard, and then the present one if the group has moved."""
+        try:
+            return await self._call(claims.pool_shard, method, request)
+        except FailedPrecondition:
+            pool_shard = await self._present_shard(claims)
+            if pool_shard == claims.pool_shard:
+                raise
+        return await self._call(pool_shard, method, request)
+
+    async def _present_shard(self, claims: Claims) -> str:
+        """Returns the shard that has the session's group: another than the session's if that shard
+        retires."""
+        request = pool_pb2.LookUpGroupsRequest(task_ids=[claims.task_id])
+        passed: list[str] = []
+        pool_shard = claims.pool_shard
+        while pool_shard not in passed:
+            passed.append(pool_shard)
+            found: pool_pb2.LookUpGroupsResponse = await self._call(
+                pool_shard, "LookUpGroups", request
+            )
+            for group in found.groups:
+                if group.state == common_pb2.GROUP_STATE_MOVED:
+                    pool_shard = group.reason
+        return pool_shard
+
+    async def _call(self, pool_shard: str, method: str, request: Any, **times: float) -> Any:
+        """Calls a shard; `times` replaces the deadline and the retry time."""
         limits = {"timeout_s": self._timeout_s, "retry_for_s": self._timeout_s} | times
-        await self._wait_for(claims.pool_shard, limits["timeout_s"])
-        return await self._remote.call(method, request, where=_shard(claims.pool_shard), **limits)
+        await self._wait_for(pool_shard, limits["timeout_s"])
+        return await self._remote.call(method, request, where=_shard(pool_shard), **limits)
 
     async def _wait_for(self, pool_shard: str, timeout_s: float) -> None:
         """Raises `Unavailable` for a shard that no instance serves, `FailedPrecondition` for one

@@ -14,7 +14,11 @@ import pytest
 from forge.client.stored.pool import PoolReader
 from forge.core.errors import FailedPrecondition, NotFound
 from forge.core.placement.sharding import choose_shard
+from forge.runtime.rpc.remote import Remote
+from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2, pool_pb2, scheduler_pb2
+from forge.v1.pool_pb2_grpc import PoolServiceStub
+from services.gateway.pool_client import Pool
 from services.scheduler.term_record import TermRecord
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
@@ -310,3 +314,47 @@ async def test_a_replicated_shard_retires_too(forge: SchedulerCluster) -> None:
     forge.start_pool("s1", *alone)
     code, stderr = await asyncio.to_thread(forge.pools["s1"].wait)
     assert code == 2 and "was retired on" in stderr
+
+
+async def test_gateways_reach_a_moved_group(forge: SchedulerCluster) -> None:
+    """The session of a moved group can be closed again and gets a late reward."""
+    await start(forge, "s1")
+    await forge.submit(
+        [make_task(name) for name in names_on("s1", 1, prefix="late", shards=("s0", "s1"))]
+    )
+    leases = await forge.lease(4)
+    for lease in leases:
+        await forge.seal(lease)
+    await forge.finish(leases)
+    await retire(forge, "s1")
+    await until_retired(forge, "s1")
+    remote = Remote(forge.coordinator, forge.channels, kind="pool", stub=PoolServiceStub)
+
+    async def gone(shard: str) -> str:
+        return ""
+
+    pool = Pool(remote, timeout_s=START_S, wait_s=START_S, gone=gone)
+    task_id = lease.task.task_id
+    claims = Claims(
+        subject="",
+        scopes=frozenset(),
+        trajectory_id=lease.trajectory_id,
+        task_id=task_id,
+        domain=lease.task.domain,
+        pool_shard="s1",
+    )
+    before = await pool.fetch(claims)
+    assert before is not None and len(before.rewards) == 1
+    late = common_pb2.RewardEvent(event_id="late", name="late", kind=common_pb2.REWARD_KIND_PROCESS)
+    await pool.annotate(claims, [late])
+    await pool.seal(
+        claims,
+        turns=len(before.turns),
+        rewards=before.rewards,
+        abandon_reason="",
+        closing_agent_s=None,
+    )
+    after = await pool.fetch(claims)
+    assert after is not None
+    assert sorted(reward.event_id for reward in after.rewards) == ["late", "outcome"]
+    assert after.turns == before.turns

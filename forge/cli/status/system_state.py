@@ -246,7 +246,7 @@ def _role(instance: Instance) -> str:
 async def _health(channels: Channels, instance: Instance) -> tuple[str, str]:
     """Returns the state, and the error of a service that does not answer."""
     try:
-        stub: Any = health_pb2_grpc.HealthStub(channels.get(instance.address))
+        stub: Any = channels.stub(health_pb2_grpc.HealthStub, instance.address)
         async with translated():
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_S)
     except ForgeError as error:

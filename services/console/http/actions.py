@@ -182,7 +182,7 @@ class Actions:
         """Raises `NotFound` for an instance that is not in discovery."""
         for one in await self._coordinator.all_instances():
             if (one.kind, one.instance_id) == (body.kind, body.instance):
-                stub: Any = drain_pb2_grpc.DrainServiceStub(self._channels.get(one.address))
+                stub: Any = self._channels.stub(drain_pb2_grpc.DrainServiceStub, one.address)
                 async with translated():
                     await stub.SetDraining(message, timeout=DRAIN_S)
                 return

@@ -39,7 +39,7 @@ def copy_at(at: Connection, address: str) -> OpenCopy:
 async def _connect(opened: AsyncExitStack, at: Connection, address: str, shard: str) -> Any:
     coordinator, channels = await opened.enter_async_context(at.open())
     if address != LEADER:
-        return PoolReplicaServiceStub(channels.get(address))
+        return channels.stub(PoolReplicaServiceStub, address)
     remote = Remote(coordinator, channels, kind="pool", stub=PoolReplicaServiceStub)
     _, stub = await remote.pick(
         where=lambda instance: instance.metadata.get("shard") == shard, timeout_s=_FIND_S

@@ -127,7 +127,9 @@ class Replica:
         """The follower's file after a purge; a follower that is absent purges when it returns."""
         try:
             address = await self.leader.follower_with((await self._read(replica_state)).position)
-            stub: Any = replica_pb2_grpc.PoolReplicaServiceStub(self._context.channels.get(address))
+            stub: Any = self._context.channels.stub(
+                replica_pb2_grpc.PoolReplicaServiceStub, address
+            )
             async with translated():
                 done = await stub.PurgeErased(replica_pb2.PurgeErasedRequest(), timeout=_PURGE_S)
         except ForgeError as error:
@@ -210,7 +212,7 @@ class Replica:
 
     async def _fetch_from_follower(self, unit: Key, since: int) -> CopiedRecords:
         address = await self.leader.follower_with(since)
-        stub = replica_pb2_grpc.PoolReplicaServiceStub(self._context.channels.get(address))
+        stub = self._context.channels.stub(replica_pb2_grpc.PoolReplicaServiceStub, address)
         return await self._fetch(stub, unit)
 
     async def _fetch(self, stub: Any, unit: Key) -> CopiedRecords:

@@ -116,7 +116,7 @@ class GroupReader:
         async def find(shard: str) -> Any:
             if not (addresses := order.addresses.get(shard)):
                 raise Unavailable(f"pool shard {shard} has no address")
-            return pool_pb2_grpc.PoolServiceStub(self._channels.get(random.choice(addresses)))
+            return self._channels.stub(pool_pb2_grpc.PoolServiceStub, random.choice(addresses))
 
         fetch = TrajectoryFetch(find, patience_s=order.patience_s)
         wanted = [trajectory_id for group in groups for trajectory_id in group.trajectory_ids]

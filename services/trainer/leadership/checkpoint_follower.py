@@ -130,7 +130,7 @@ class CheckpointFollower:
 
     async def _fetch(self, **fields: Any) -> AsyncGenerator[pb.FetchCheckpointResponse, None]:
         request = pb.FetchCheckpointRequest(trainer=self._context.metadata["incarnation"], **fields)
-        stub = rpc.TrainerServiceStub(self._context.channels.get(self._source()))
+        stub = self._context.channels.stub(rpc.TrainerServiceStub, self._source())
         call: Any = stub.FetchCheckpoint(request)
         try:
             async for response in flowing(call, silence_s=SILENCE_S, source="the trainer"):

@@ -38,7 +38,7 @@ async def drain_instance(at: Connection, instance: str, *, resume: bool, wait_s:
 async def _drain_worker(channels: Channels, address: str, *, resume: bool, wait_s: float) -> int:
     request = drain_pb2.SetDrainingRequest(draining=not resume, on_behalf_of=person())
     deadline_s = time.monotonic() + wait_s
-    stub: Any = drain_pb2_grpc.DrainServiceStub(channels.get(address))
+    stub: Any = channels.stub(drain_pb2_grpc.DrainServiceStub, address)
     while True:
         async with translated():
             answer = await stub.SetDraining(request, timeout=_CALL_S)

@@ -21,7 +21,6 @@ from services.trainer.checkpoint.store import (
     checkpoints_in,
     read_checkpoint,
 )
-from services.trainer.leadership import checkpoint_follower
 from services.trainer.leadership.checkpoint_follower import CheckpointFollower, CheckpointSource
 from services.trainer.leadership.lineage import LineageRecord
 from tests.support.runtime.waiting import settle, until
@@ -58,7 +57,7 @@ class Leader:
         yield SimpleNamespace(value=msgspec.json.encode(self.record))
         await asyncio.Event().wait()
 
-    def get(self, address: str) -> Leader:
+    def stub(self, make: Any, address: str) -> Leader:
         return self
 
     def FetchCheckpoint(self, request: pb.FetchCheckpointRequest) -> _Call:
@@ -86,10 +85,7 @@ class _Call:
 
 
 @pytest.fixture
-def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leader:
-    monkeypatch.setattr(
-        checkpoint_follower, "rpc", SimpleNamespace(TrainerServiceStub=lambda channel: channel)
-    )
+def leader(tmp_path: Path) -> Leader:
     return Leader(tmp_path / "leader")
 
 
