@@ -27,4 +27,9 @@ if __name__ == "__main__":
     # `forge agents` passes its arguments on, and "run" is the only subcommand.
     if sys.argv[1:2] == ["run"]:
         del sys.argv[1]
+    elif sys.argv[1:] and not sys.argv[1].startswith("-"):
+        print(
+            f"forge agents: no such command {sys.argv[1]!r}; use forge agents run", file=sys.stderr
+        )
+        sys.exit(2)
     run("runner", RunnerConfig, load_app, host_checks)

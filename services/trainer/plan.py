@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--recompute-activations", action="store_true", help="as trainer.recompute_activations")
     share = "share of the layers that it applies to, as trainer.recompute_share"
     add("--recompute-share", type=SHARE, default=1.0, help=share)
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="as trainer.optimizer.name")
     rank = "rank of adapters (lora.rank); 0: none"
     add("--lora-rank", type=NATURAL, default=0, help=rank)
     targets = "linear layers with adapters, separated by commas (lora.targets)"

@@ -79,7 +79,7 @@ def render(
         if one not in ROTATED:
             raise InvalidArgument(f"--rotate {one!r} must be one of {', '.join(ROTATED)}")
     try:
-        text = inventory.read_text()
+        text = inventory.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", error)
         raise InvalidArgument(f"--inventory {str(inventory)!r}: {reason}") from None

@@ -232,11 +232,21 @@ def _rows(source: str, setting: Setting, value: Any, wrong: list[ForgeError]) ->
 
 
 def _hint(key: str, known: Known) -> str:
-    spellings = _spellings(known)
+    spellings = _initials(known) | _spellings(known)
     for near in difflib.get_close_matches(key, spellings, n=1):
         one = known[spellings[near]]
         return f"did you mean {one.key} ({allowed(one.type)})?"
     return "see --help"
+
+
+def _initials(known: Known) -> dict[str, str]:
+    """Return keys by the initials of their names: `lr`, `optimizer.lr`."""
+    initials: dict[str, str] = {}
+    for key, one in reversed([*known.items()]):
+        if "_" in one.name:
+            short = "".join(word[:1] for word in one.name.split("_"))
+            initials |= {short: key, f"{one.table}.{short}": key}
+    return initials
 
 
 def _converted(value: Any, kind: Any) -> Any:
@@ -262,7 +272,7 @@ def _spellings(known: Known) -> dict[str, str]:
 
 def _file(file: str, known: Known) -> Iterator[Given]:
     try:
-        content = tomllib.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        content = tomllib.loads(Path(file).read_text(encoding="utf-8-sig")) if file else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', error)}") from None
     for name, value in content.items():

@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--held-out", type=SHARE, default=0.05, help=held_out)
     interval = "updates between evaluations; 0: none"
     add("--eval-every", type=NATURAL, default=50, help=interval)
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="as trainer.optimizer.name")
     add("--seed", type=NATURAL, default=0, help="seed of the order of conversations")
     add("--device", default="cpu", help="torch device, e.g. cpu or cuda:0")
     types = ("none", "auto", "bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import tomllib
 from importlib import metadata
 from io import StringIO
@@ -71,6 +72,19 @@ def test_command_line_mistake_is_one_line(
     assert ended.stderr.count("\n") == 1
     assert said.format(tmp=tmp_path) in ended.stderr
     assert not (tmp_path / "new" / "models").exists(), "weights take a minute"
+
+
+def test_command_of_agents_other_than_run_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not read as a setting."""
+    monkeypatch.setattr("sys.argv", ["forge agents", "rnu", "--etcd", "127.0.0.1:1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("forge.agents", run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "forge agents: no such command 'rnu'; use forge agents run\n"
+    )
 
 
 def test_help_wraps_paragraphs_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class RunModels:
     def read(cls, file: Path) -> RunModels:
         """Reads a file. Raises `InvalidArgument` with the file and the wrong table."""
         try:
-            content = tomllib.loads(file.read_text(encoding="utf-8"))
+            content = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             problem = getattr(error, "strerror", None) or error
             raise InvalidArgument(f"--models {file}: {problem}") from None

@@ -168,6 +168,13 @@ def test_settings_are_checked_together() -> None:
         oven("--heat-c=300", environ={"FORGE_MODE": "bottom"})
 
 
+def test_toml_file_may_begin_with_a_byte_order_mark(toml: Path) -> None:
+    """As editors of other systems write it, with their ends of lines."""
+    toml.write_bytes(b"\xef\xbb\xbfheat_c = 200\r\nfan = true\r\n")
+    config = oven(toml=toml)
+    assert (config.heat_c, config.fan) == (200.0, True)
+
+
 def test_toml_file_accepts_every_type(toml: Path) -> None:
     """In TOML's own types."""
     toml.write_text(
@@ -204,6 +211,8 @@ def test_toml_file_accepts_every_type(toml: Path) -> None:
             "shares = {'a': 0} is not allowed: a table (a=1,b=2), each a number above 0",
         ),
         ("heatc = 4", "there is no setting heatc = 4; did you mean heat_c (a number from 30"),
+        ("hc = 4", "there is no setting hc = 4; did you mean heat_c (a number from 30"),
+        ("[light]\npw = 1", "there is no setting light.pw = 1; did you mean light.power_w (a"),
         ("xyzzy = 4", "there is no setting xyzzy = 4; see --help"),
         ("heat_c = ", "cannot be read: Invalid value (at end of document)"),
     ],
