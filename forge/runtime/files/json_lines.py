@@ -18,7 +18,16 @@ def read_json_lines(file: Path) -> list[tuple[int, Any]]:
         # `splitlines` splits at more characters than JSON Lines does.
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{file} is not UTF-8: {error}") from None
+        number = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
+        raise InvalidArgument(
+            f"{file}, line {number} is not UTF-8 (byte 0x{byte:02x}): save the file as UTF-8"
+        ) from None
+    if lines[0].strip() in ("[", "{", "[{"):
+        raise InvalidArgument(
+            f"{file}, line 1 is not a whole JSON value: write each value on one line, without a "
+            "list around them (JSON Lines)"
+        )
     return [
         (number, parsed_json(line, f"{file}, line {number}"))
         for number, line in enumerate(lines, start=1)

@@ -113,6 +113,19 @@ def test_file_with_a_byte_order_mark_and_surrogate_pairs_is_read(tmp_path: Path)
     assert json.loads(task.payload_json) == {"q": "\U0001f600"}
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_list_of_tasks_in_place_of_lines_is_named(tmp_path: Path, indent: int | None) -> None:
+    """A JSON document over several lines, and one task over several lines."""
+    file = tmp_path / "tasks.json"
+    task = {"domain": "qa", "payload": {}}
+    file.write_text(json.dumps([task, task], indent=indent).replace("[{", "[\n{"))
+    with pytest.raises(InvalidArgument, match=r"line 1 is not a whole JSON value: write each"):
+        read_tasks(file, common_pb2.Task())
+    file.write_text(json.dumps(task, indent=4))
+    with pytest.raises(InvalidArgument, match=r"line 1 is not a whole JSON value: write each"):
+        read_tasks(file, common_pb2.Task())
+
+
 def test_file_without_a_task_is_named(tmp_path: Path) -> None:
     """Blank lines are no tasks."""
     file = tmp_path / "empty.jsonl"

@@ -106,10 +106,10 @@ def test_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> Non
 
 
 def test_file_of_another_encoding_is_named(tmp_path: Path) -> None:
-    """By its name."""
+    """By its name and the line."""
     file = tmp_path / "data.jsonl"
-    file.write_bytes(json.dumps({"messages": TALK}).encode() + b"\xff\n")
-    with pytest.raises(InvalidArgument, match=r"data\.jsonl is not UTF-8"):
+    file.write_bytes(json.dumps({"messages": TALK}).encode() + b"\n\xff\n")
+    with pytest.raises(InvalidArgument, match=r"line 2 is not UTF-8 \(byte 0xff\): save the file"):
         read_conversations(file)
 
 
