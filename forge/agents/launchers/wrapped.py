@@ -21,12 +21,11 @@ from forge.agents.launchers import entry
 from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
 from forge.agents.launchers.gateway_network import gateway_addresses, gateway_network, hosts_file
 from forge.agents.launchers.handover import Handover
-from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
+from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
 from forge.agents.sandbox.child import kill_group, last_lines
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.installations import names_file
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
-from forge.agents.sandbox.program_sandbox import REMEDY
 from forge.core.errors import ConfigError
 
 _CERTIFICATES: Final = "/etc/forge-tls"
@@ -59,7 +58,7 @@ class SandboxLauncher:
         """Raises `ConfigError` if this host has no sandbox."""
         self._sandbox = await self._sandbox.fitted()
         if problem := await self._sandbox.problem():
-            raise ConfigError(f"no sandbox for commands: {problem}; {REMEDY}")
+            raise ConfigError(f"no sandbox for commands: {problem}; {remedy()}")
 
     @asynccontextmanager
     async def start(self, request: Request) -> AsyncIterator[Program]:

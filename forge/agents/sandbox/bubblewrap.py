@@ -25,6 +25,12 @@ UNPRIVILEGED_ID: Final = 65534
 """User and group of every program."""
 
 _LIBRARIES: Final = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64")
+_SWITCHES: Final = (
+    ("user.max_user_namespaces", "0", "16384"),
+    ("kernel.unprivileged_userns_clone", "0", "1"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
+)
+"""Kernel settings that refuse user namespaces to plain users: name, refusing value, remedy."""
 _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
@@ -67,6 +73,28 @@ def executable() -> str:
         if os.access(bundled, os.X_OK):
             return str(bundled)
     raise FailedPrecondition("there is no bwrap")
+
+
+def remedy(settings: Path = Path("/proc/sys")) -> str:
+    """Return the steps for a host without the sandbox. They name each setting of the kernel that
+    refuses user namespaces; root needs none."""
+    refusing = [
+        f"{name}={better}"
+        for name, value, better in _SWITCHES
+        if os.getuid() and _content(settings / name.replace(".", "/")) == value
+    ]
+    how = f" (as root: sysctl -w {' '.join(refusing)})" if refusing else ""
+    return (
+        "install bubblewrap and libseccomp2 (apt-get install bubblewrap libseccomp2) and allow "
+        f"user namespaces{how}, or set unsafe_sandbox=true"
+    )
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def namespaces(*, network: bool) -> tuple[str, ...]:

@@ -28,11 +28,6 @@ from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition
 
-REMEDY: Final = (
-    "install bubblewrap and libseccomp2 (apt-get install bubblewrap libseccomp2) and allow user "
-    "namespaces, or set unsafe_sandbox=true"
-)
-
 WRAPPER_BYTES: Final = 64 << 20
 """Memory of bubblewrap, and of the kernel for the sandbox, in its control group."""
 PROCESSES: Final = 8
@@ -146,7 +141,9 @@ class Sandbox:
                 reason = str(error)
             if reason:
                 self._wrapper = None
-            self._problem = reason and f"no sandbox for programs of models: {reason}; {REMEDY}"
+            self._problem = (
+                reason and f"no sandbox for programs of models: {reason}; {bubblewrap.remedy()}"
+            )
         return self._problem
 
     async def _run(self, program: str) -> ProgramResult:

@@ -26,7 +26,7 @@ import msgspec
 
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.rewards import RewardTask
-from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
+from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
 from forge.agents.sandbox.child import (
     OutputTail,
     clean_environment,
@@ -38,7 +38,6 @@ from forge.agents.sandbox.child import (
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
-from forge.agents.sandbox.program_sandbox import REMEDY
 from forge.agents.scoring.reward_worker import LENGTH_BYTES, framed
 from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
 from forge.runtime.telemetry import counter, histogram, log
@@ -140,7 +139,7 @@ class RewardPool:
         if self._functions and self._sandbox:
             self._sandbox = await self._sandbox.fitted()
         if self._functions and self._sandbox and (problem := await self._sandbox.problem()):
-            text = f"no sandbox for reward functions: {problem}; {REMEDY}"
+            text = f"no sandbox for reward functions: {problem}; {remedy()}"
             if not self._unsafe:
                 raise ConfigError(text)
             log.warning("unsafe_sandbox", reason=text)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from forge.agents.sandbox.bubblewrap import remedy as sandbox_remedy
 from forge.agents.sandbox.control_groups import delegated_group
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
-from forge.agents.sandbox.program_sandbox import REMEDY as SANDBOX_REMEDY
 from forge.agents.sandbox.program_sandbox import SANDBOX
 from forge.cli.connection import Connection
 from forge.cli.doctor.cluster_doctor import cluster_findings
@@ -206,7 +206,7 @@ def _process_sandbox() -> Finding:
         if problem
         else "sandbox for commands and reward functions: bubblewrap, deny-list of system calls, "
         f"{proc} /proc",
-        remedy=f"To do: {SANDBOX_REMEDY}.",
+        remedy=f"To do: {sandbox_remedy()}.",
     )
 
 

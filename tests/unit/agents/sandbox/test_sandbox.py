@@ -189,3 +189,23 @@ async def test_many_programs_run_in_parallel(sandbox: Sandbox) -> None:
     """Each gets its own output, for any number of waiting programs."""
     outcomes = await asyncio.gather(*(sandbox.run(f"print({n} * 2)") for n in range(24)))
     assert [outcome.output.strip() for outcome in outcomes] == [str(2 * n) for n in range(24)]
+
+
+def test_remedy_names_the_setting_that_refuses_user_namespaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For plain users: root needs no user namespace."""
+    (tmp_path / "user").mkdir()
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "user/max_user_namespaces").write_text("9000\n")
+    (tmp_path / "kernel/unprivileged_userns_clone").write_text("0\n")
+    (tmp_path / "kernel/apparmor_restrict_unprivileged_userns").write_text("1\n")
+    how = (
+        "sysctl -w kernel.unprivileged_userns_clone=1 "
+        "kernel.apparmor_restrict_unprivileged_userns=0"
+    )
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert f"allow user namespaces (as root: {how}), or" in bubblewrap.remedy(tmp_path)
+    assert "allow user namespaces, or" in bubblewrap.remedy(tmp_path / "none")
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert "allow user namespaces, or" in bubblewrap.remedy(tmp_path)

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from forge.agents.sandbox.program_sandbox import REMEDY
+from forge.agents.sandbox.bubblewrap import remedy
 from forge.cli.local_run import preflight as checks
 from forge.cli.local_run import training_run
 from forge.cli.local_run.run_options import RunOptions
@@ -179,7 +179,7 @@ async def test_run_without_a_sandbox_names_the_option_that_permits_it(
         return []
 
     async def problem() -> str:
-        return f"no sandbox for programs of models: there is no bwrap; {REMEDY}"
+        return f"no sandbox for programs of models: there is no bwrap; {remedy()}"
 
     monkeypatch.setattr(checks, "check_members", nothing)
     monkeypatch.setattr(checks, "SANDBOX", Mock(problem=problem))
