@@ -24,11 +24,15 @@ from forge.agents.scoring.reward_pool import RewardLimits, RewardPool
 from forge.agents.scoring.scoring import Scorer
 from forge.agents.token_renewal import TokenRenewal
 from forge.client.scheduler import START_KEY, SyncScheduler, leads, scheduler_remote
-from forge.core.errors import FailedPrecondition
+from forge.core.errors import ConfigError, FailedPrecondition
+from forge.core.extras import place_of
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.telemetry import log
 from forge.v1 import scheduler_pb2
+
+_OF_DOMAINS = ("name", "scaffold", "max_turns", "generate", "episode")
+"""Attributes of a `Domain`."""
 
 ABANDON_SHARE = 0.3
 """Share of the drain time that is reserved to stop the rollouts that did not end."""
@@ -210,7 +214,19 @@ def _make_domains(config: RunnerConfig, rewarded: frozenset[str]) -> Domains:
 
 
 def _make_domain(reference: str) -> Domain:
-    domain: Domain = load_attribute(reference)()
+    kind = load_attribute(reference)
+    try:
+        domain: Domain = kind()
+    # The class is the user's.
+    except Exception as error:
+        text = f"{reference}: {type(error).__name__}: {error}{place_of(error)}"
+        raise ConfigError(text) from error
+    absent = [name for name in _OF_DOMAINS if not hasattr(domain, name)]
+    if absent:
+        raise ConfigError(
+            f"{reference} is no domain, it has no {', '.join(absent)}: see "
+            "forge.agents.environments.base.Domain"
+        )
     return domain
 
 
@@ -218,10 +234,15 @@ def plugin_checks(config: RunnerConfig) -> Iterator[Callable[[], object]]:
     """Checks of the command, scaffolds, domains and reward functions, each without the others."""
     yield lambda: _make_scaffolds(config)
     for entry in config.domains:
-        yield partial(_load_named, "domains", entry)
+        yield partial(_load_domain, entry)
     yield lambda: asyncio.run(_check_rewards(config))
     for entry in config.scaffolds:
         yield partial(_load_named, "scaffolds", entry)
+
+
+def _load_domain(entry: str) -> None:
+    for reference in named_references("domains", [entry]).values():
+        _make_domain(reference)
 
 
 def _load_named(setting: str, entry: str) -> None:

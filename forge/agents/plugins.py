@@ -6,11 +6,10 @@ Owns the loading and its errors. Owns no use of the objects.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any
 
 from forge.core.errors import ConfigError
-from forge.core.extras import extras_named
+from forge.core.extras import import_named
 
 
 def load_attribute(reference: str) -> Any:
@@ -19,10 +18,9 @@ def load_attribute(reference: str) -> Any:
     if not (module_name and colon and attribute):
         raise ConfigError(f"{reference!r} is not of the form module:attribute")
     try:
-        with extras_named():
-            module = import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{reference}: cannot import {module_name}: {error}") from error
+        module = import_named(module_name)
+    except ConfigError as error:
+        raise ConfigError(f"{reference}: {error}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:

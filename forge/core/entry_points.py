@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from forge.core.errors import ConfigError
-from forge.core.extras import extras_named
+from forge.core.extras import import_errors
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
@@ -19,10 +18,5 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 def load_entry_point(entry: EntryPoint) -> Any:
     """Import the object of an entry point. Raises `ConfigError`, which names entry and cause."""
-    try:
-        with extras_named():
-            return entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{entry.group} {entry.name!r} cannot be loaded from {entry.value}: {error}"
-        ) from error
+    with import_errors(f"{entry.group} {entry.name!r} cannot be loaded from {entry.value}"):
+        return entry.load()

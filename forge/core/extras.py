@@ -1,16 +1,21 @@
-"""Optional packages of the distribution, by extra.
+"""Optional packages of the distribution, by extra, and modules that settings name.
 
-Owns the look-up in the installed metadata and the error of a missing package.
+Owns the look-up in the installed metadata, and the errors of a missing package and of a module that
+cannot be imported.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, ForgeError
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -87,6 +92,35 @@ def extras_named(preferred: str = "") -> Iterator[None]:
             raise
         extra = preferred if preferred in extras else extras[0]
         raise ConfigError(not_installed([str(error.name)], extra)) from error
+
+
+@contextmanager
+def import_errors(source: str) -> Iterator[None]:
+    """Raises `ConfigError` in place of any error of an import: `source`, and the error with its
+    place, in one line."""
+    try:
+        with extras_named():
+            yield
+    except (ForgeError, MemoryError):
+        raise
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+    # The module's code may raise anything.
+    except (Exception, SystemExit) as error:
+        place = "" if isinstance(error, SyntaxError) else place_of(error)
+        raise ConfigError(f"{source}: {type(error).__name__}: {error}{place}") from error
+
+
+def import_named(module: str) -> ModuleType:
+    """Import a module that a setting names. Raises `ConfigError`."""
+    with import_errors(f"cannot import {module}"):
+        return import_module(module)
+
+
+def place_of(error: BaseException) -> str:
+    """Return the place of an error: " (scores.py:12)"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def not_installed(packages: Collection[str], extra: str) -> str:

@@ -10,11 +10,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, Literal
 
 from forge.core.credit.advantages import Baseline, Spread
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.extras import import_named
 
 Normalization = Literal["token", "sequence", "trajectory", "global", "trajectory_global"]
 OF_TRAJECTORIES: Mapping[Normalization, Normalization] = {
@@ -82,8 +82,8 @@ def load_custom(algorithm: str, options: Mapping[str, float]) -> Callable[..., A
     """
     module_name, _, name = algorithm.partition(":")
     try:
-        function: Any = getattr(import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+        function: Any = getattr(import_named(module_name), name)
+    except (ConfigError, AttributeError) as error:
         raise InvalidArgument(f"objective.algorithm = {algorithm!r}: {error}") from error
     try:
         inspect.signature(function).bind(None, **options)

@@ -23,7 +23,6 @@ import os
 import resource
 import signal
 import sys
-import traceback
 from collections.abc import Awaitable, Mapping
 from functools import cache
 from pathlib import Path
@@ -33,6 +32,7 @@ from forge.agents.environments.base import Transcript
 from forge.agents.plugins import load_attribute
 from forge.agents.rewards import NoReward, RewardFunction, RewardTask, components
 from forge.core.errors import ConfigError
+from forge.core.extras import place_of
 
 PR_SET_PDEATHSIG = 1
 LENGTH_BYTES = 4
@@ -109,7 +109,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return _failure("memory", "MemoryError: it exceeded the memory limit of its process")
     # A function that ends the interpreter has failed too; the process stays usable.
     except (Exception, SystemExit) as error:
-        return _failure("raised", f"{type(error).__name__}: {error}{_place(error)}")
+        return _failure("raised", f"{type(error).__name__}: {error}{place_of(error)}")
 
 
 @cache
@@ -134,12 +134,6 @@ async def _awaited(returned: Awaitable[object]) -> object:
 
 def _failure(cause: str, text: str) -> dict[str, Any]:
     return {"error": " ".join(text.split())[:ERROR_CHARS], "cause": cause}
-
-
-def _place(error: BaseException) -> str:
-    """Returns the place of an error: " (scores.py:12)"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 if __name__ == "__main__":

@@ -64,6 +64,24 @@ def test_default_settings_have_no_problem(
         ("trainer", "--metrics-file={tmp}/file/m", "metrics_file = '{tmp}/file/m': {tmp}/file: N"),
         ("gateway", "--model.reasoning-format=aloud", "reasoning format 'aloud' is unknown; there"),
         ("runner", "--scaffolds=x=no_module:make", "no_module:make: cannot import no_module: No m"),
+        ("runner", "--scaffolds=x=raises:make", "raises:make: cannot import raises: ZeroDivision"),
+        (
+            "runner",
+            "--domains=x=ends:D",
+            "ends:D: cannot import ends: SystemExit: bye (ends.py:2)\n",
+        ),
+        (
+            "runner",
+            "--domains=x=typo:D",
+            "typo:D: cannot import typo: SyntaxError: '(' was never closed (typo.py, line 1)\n",
+        ),
+        ("runner", "--domains=x=half:D", "half:D is no domain, it has no max_turns, generate, ep"),
+        ("runner", "--domains=x=half:E", "half:E: TypeError: E.__init__() missing 1 required pos"),
+        (
+            "trainer",
+            "--objective.algorithm=typo:loss",
+            "objective.algorithm = 'typo:loss': cannot import typo: SyntaxError: '(' was never cl",
+        ),
         ("runner", "--domains=x", "domains: 'x' is not of the form name=module:attribute"),
     ],
 )
@@ -77,6 +95,15 @@ def test_problem_is_one_line_with_the_setting(
 ) -> None:
     """With the exit code of wrong settings."""
     (tmp_path / "file").touch()
+    (tmp_path / "raises.py").write_text("x = 1 / 0\n")
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit('bye')\n")
+    (tmp_path / "typo.py").write_text("def loss(tokens:\n")
+    (tmp_path / "half.py").write_text(
+        "class D:\n    name = scaffold = 'd'\nclass E:\n    def __init__(self, path): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("raises", "ends", "typo", "half"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert checked(service, [words.format(tmp=tmp_path)], monkeypatch) == startup.CANNOT_START
     errors = capsys.readouterr().err
     assert errors.startswith(f"forge {service}: {said.format(tmp=tmp_path)}")
