@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from forge.core.errors import ForgeError, Unavailable
+from forge.core.errors import Unavailable
 from forge.core.placement.chain_hashes import PromptChains
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
@@ -248,12 +248,7 @@ class RouterActor(Actor):
 
     def _refresh(self) -> None:
         announced = chain.from_iterable(each.instances for each in self._discoveries)
-        try:
-            gone = self._fleet.update(announced, now_s=self._clock())
-        except (ValueError, ForgeError) as error:
-            log.error("worker_metadata_unreadable", error=str(error))
-            return
-        for worker in gone:
+        for worker in self._fleet.update(announced, now_s=self._clock()):
             log.info("worker_gone", worker=worker.instance_id, role=worker.role)
             watch = asyncio.create_task(self._watch(worker))
             self._watches.add(watch)

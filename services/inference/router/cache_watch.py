@@ -65,7 +65,8 @@ class CacheWatch:
 
 async def _changes(channels: Channels, address: str) -> Any:
     """Yield the changes of one stream. Raises ForgeError, DataLoss at a gap."""
-    call: Any = rpc.CacheServiceStub(channels.get(address)).WatchCache(pb.WatchCacheRequest())
+    stub = channels.stub(rpc.CacheServiceStub, address)
+    call: Any = stub.WatchCache(pb.WatchCacheRequest())
     expected = 0
     try:
         async for response in call:

@@ -32,6 +32,7 @@ from services.inference.router.fleet.workers import (
     Engine,
     Worker,
     engine_of,
+    is_readable,
     new_worker,
     version_of,
 )
@@ -75,8 +76,8 @@ class Fleet:
     """Engines of workers that have left, and until when they may return."""
 
     def update(self, announced: Iterable[Instance], *, now_s: float) -> list[Worker]:
-        """Apply a view of discovery; return the removed workers."""
-        present = {one.instance_id: one for one in announced}
+        """Apply a view of discovery; return the removed workers. An unreadable entry is none."""
+        present = {one.instance_id: one for one in announced if is_readable(one)}
         gone = [
             worker for name, worker in self.workers.items() if not _is(worker, present.get(name))
         ]

@@ -17,6 +17,7 @@ from services.inference.router.fleet.open_calls import OpenCalls
 
 UNKNOWN_ENGINE = "unknown"
 """Name of the engine of a worker that announces none: it is of an earlier release."""
+_NUMBERS = ("weight_version", "capacity", "block_tokens", "cache_tokens", "stored_tokens")
 _MODEL_FILES = ("config.json", "tokenizer.json")
 
 
@@ -116,8 +117,19 @@ class Worker:
         return self.engine.samples
 
 
+def is_readable(one: Instance) -> bool:
+    """Whether the numbers of a directory entry can be read; the log names one that cannot."""
+    try:
+        for name in _NUMBERS:
+            int(one.metadata.get(name, 0))
+    except ValueError as error:
+        log.error("worker_metadata_unreadable", worker=one.instance_id, error=f"{name}: {error}")
+        return False
+    return True
+
+
 def new_worker(one: Instance) -> Worker:
-    """Return the worker of a directory entry. Raises ValueError for an unreadable one."""
+    """Return the worker of a readable directory entry."""
     engine = engine_of(one)
     capacity = max(1, int(one.metadata.get("capacity", 1))) if engine.samples else 0
     return Worker(

@@ -40,6 +40,15 @@ async def test_requests_go_to_the_worker_with_their_prefix() -> None:
     assert await router.prefill(OTHER + ids(7)) == second.worker.instance_id
 
 
+async def test_unreadable_worker_hides_no_change_of_the_others() -> None:
+    """It gets no request; a worker that has left meanwhile is gone, and a new one serves."""
+    odd = announced("odd", "prefill", cache_tokens="many")
+    router = await harness(announced("p0", "prefill"), DECODE)
+    await router.change(odd, announced("p1", "prefill"), DECODE)
+    assert {one.instance_id for one in router.workers} == {"p1", "d"}
+    assert await router.prefill(PROMPT) == "p1"
+
+
 async def test_load_outweighs_a_cached_prefix() -> None:
     """One hot prefix does not draw every request to one decode worker."""
     router = await harness(announced("d0", "decode"), announced("d1", "decode"))
