@@ -88,6 +88,22 @@ def write_end(span: KvSpan, response: FetchKvResponse) -> None:
         response.last_state_xxh3_64 = xxh3_64_intdigest(span.last_state)
 
 
+def kv_bytes(response: FetchKvResponse) -> int:
+    """Return the size of the keys and values that begin with a response; 0 if it has none, or if a
+    worker of an earlier release does not tell."""
+    if response.HasField("shared"):
+        return response.shared.bytes
+    return response.slice.whole_bytes if response.slice.name == _KV else 0
+
+
+def ends_span(response: FetchKvResponse) -> bool:
+    """Whether the keys and values of a span end with a response."""
+    if response.HasField("slice"):
+        piece = response.slice
+        return piece.name == _KV and piece.offset_bytes + len(piece.data) == piece.whole_bytes
+    return response.HasField("shared") or response.block.last
+
+
 def read_state(response: FetchKvResponse) -> bytes:
     """Return the last hidden state; empty without one. Raises DataLoss for a damaged one."""
     state = response.last_state

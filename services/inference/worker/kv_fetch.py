@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, cast
 
 from forge.core.errors import (
@@ -54,6 +54,8 @@ class KvFetcher:
         self.silence_s = silence_s
         self.local = local
         self.room = LandingRoom(landing_bytes)
+        self.whole_room = LandingRoom(landing_bytes)
+        """Apart: a computed prompt does not wait for those that are still computed."""
         self.shared_memory = place()
         self._engine = engine
 
@@ -147,6 +149,8 @@ class KvFetch:
         stub = fetcher.channels.stub(rpc.PrefillServiceStub, address)
         assembler, asked_s = kv_codec.SpanAssembler(), time.monotonic()
         began_s: float | None = None
+        arriving_bytes = 0
+        memory = AsyncExitStack()
         call: Any = stub.FetchKv(
             pb.FetchKvRequest(
                 request_id=request.request_id,
@@ -169,6 +173,9 @@ class KvFetch:
                     continue
                 if began_s is None:
                     began_s = time.monotonic() if request.early else asked_s
+                arrives = not request.early and not arriving_bytes
+                if arrives and (arriving_bytes := kv_codec.kv_bytes(response)):
+                    await memory.enter_async_context(fetcher.whole_room.taken(arriving_bytes))
                 span: KvSpan | None
                 if response.HasField("shared"):
                     span = await self._read_shared(response, assembler.take_end())
@@ -179,6 +186,7 @@ class KvFetch:
                     began_s = None
         finally:
             call.cancel()
+            await memory.aclose()
 
     async def _read_shared(self, response: pb.FetchKvResponse, end: kv_codec.PromptEnd) -> KvSpan:
         """Map a span in shared memory; `end` came before it. Raises DataLoss, Unavailable if it
@@ -192,6 +200,10 @@ class KvFetch:
             # The next fetches do without it.
             self._fetcher.shared_memory = ""
             raise Unavailable(f"shared memory {shared.name}: {error}") from error
+        except asyncio.CancelledError:
+            # The thread may not have begun.
+            shared_memory.remove(shared.name)
+            raise
         return kv_codec.read_shared_span(response, data, end)
 
 

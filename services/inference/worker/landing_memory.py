@@ -1,13 +1,15 @@
-"""Keys and values that arrive in blocks, joined in memory that is bounded.
+"""Keys and values that arrive, in memory that is bounded; those in blocks are joined.
 
-Owns the memory of one decode worker for prompts that arrive while they are computed. A block that
-has no room is not read, so that its sender waits.
+Owns the memory of one decode worker for prompts that arrive. A block that has no room is not read,
+so that its sender waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -47,6 +49,15 @@ class LandingRoom:
                 self.give(needed_bytes)
             self._advance()
             raise
+
+    @asynccontextmanager
+    async def taken(self, needed_bytes: int) -> AsyncIterator[None]:
+        """Around the use of memory, once there is some."""
+        await self.take(needed_bytes)
+        try:
+            yield
+        finally:
+            self.give(needed_bytes)
 
     def give(self, freed_bytes: int) -> None:
         """Give memory back."""

@@ -80,20 +80,32 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         self, request: pb.FetchKvRequest, context: Any
     ) -> AsyncIterator[pb.FetchKvResponse]:
         """Send the keys and values of a held prompt; early, of one that is still computed."""
-        if request.early:
-            async with aclosing(self._early(request)) as spans:
-                async for early in spans:
-                    if early is None:
+        is_complete = False
+        try:
+            async with aclosing(self._spans(request)) as spans:
+                async for span, is_last in spans:
+                    if span is None:
                         yield pb.FetchKvResponse()
                         continue
-                    async for response in _sent(early, request):
-                        yield response
-        else:
-            span = await self._engine.fetch_kv(request.request_id, from_token=request.from_token)
-            async for response in _sent(span, request):
-                yield response
-        if request.release:
-            self._engine.release(request.request_id)
+                    async with aclosing(_sent(span, request)) as responses:
+                        async for response in responses:
+                            is_complete = is_last and kv_codec.ends_span(response)
+                            yield response
+        finally:
+            # Also if the caller, who has all, has ended the call before its end here.
+            if request.release and is_complete:
+                self._engine.release(request.request_id)
+
+    async def _spans(
+        self, request: pb.FetchKvRequest
+    ) -> AsyncGenerator[tuple[KvSpan | None, bool], None]:
+        """Yield the spans, and whether each is the last."""
+        if request.early:
+            async with aclosing(self._early(request)) as spans:
+                async for span in spans:
+                    yield span, span is not None and span.first is not None
+            return
+        yield await self._engine.fetch_kv(request.request_id, from_token=request.from_token), True
 
     def _early(self, request: pb.FetchKvRequest) -> AsyncGenerator[KvSpan | None, None]:
         require_early(self._engine.capabilities)
@@ -131,7 +143,9 @@ def require_early(able: Capabilities) -> None:
         raise InvalidArgument(f"early = true: the engine {able.engine} has no early hand-offs")
 
 
-async def _sent(span: KvSpan, request: pb.FetchKvRequest) -> AsyncIterator[pb.FetchKvResponse]:
+async def _sent(
+    span: KvSpan, request: pb.FetchKvRequest
+) -> AsyncGenerator[pb.FetchKvResponse, None]:
     """Yield the responses with a span. Raises FailedPrecondition before the first for another model
     or version than the caller's."""
     if span.fingerprint and request.model_fingerprint not in (b"", span.fingerprint):
@@ -145,7 +159,12 @@ async def _sent(span: KvSpan, request: pb.FetchKvRequest) -> AsyncIterator[pb.Fe
         yield response
     shared = await _shared(span, request)
     if shared is not None:
-        yield shared
+        try:
+            yield shared
+        except BaseException:
+            # The caller has left, perhaps before it opened the file.
+            shared_memory.remove(shared.shared.name)
+            raise
         return
     for response in kv_codec.write_span(span, slices=request.slices):
         yield response
@@ -157,12 +176,22 @@ async def _shared(span: KvSpan, request: pb.FetchKvRequest) -> pb.FetchKvRespons
         return None
     if request.shared_memory != place():
         return None
+    writing = asyncio.create_task(asyncio.to_thread(shared_memory.write, span.data))
     try:
-        name, checksum = await asyncio.to_thread(shared_memory.write, span.data)
+        name, checksum = await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        writing.add_done_callback(_remove_written)
+        raise
     except OSError as error:
         log.warning("shared_memory_not_written", bytes=len(span.data), error=str(error))
         return None
     return kv_codec.write_shared_span(span, name=name, checksum=checksum)
+
+
+def _remove_written(writing: asyncio.Task[tuple[str, int]]) -> None:
+    """Remove a file whose caller has left."""
+    if not writing.cancelled() and writing.exception() is None:
+        shared_memory.remove(writing.result()[0])
 
 
 class CacheServicer(rpc.CacheServiceServicer):
@@ -236,7 +265,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             raise InvalidArgument("request_id is empty")
         try:
             read = await self._local.prefill(prompt, hold_s=_OWN_HOLD_S)
-            finish = _finish_with(read.first, prompt, self._engine.limits)
+            finish = finish_with(read.first, prompt, self._engine.limits)
             yield pb.DecodeResponse(
                 prefilled=_prefilled(read, prompt, self._engine.capabilities),
                 finish_reason=codec.write_finish(finish),
@@ -296,7 +325,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             raise
 
 
-def _finish_with(first: Tokens, prompt: Prompt, limits: ModelLimits) -> Finish | None:
+def finish_with(first: Tokens, prompt: Prompt, limits: ModelLimits) -> Finish | None:
     """Return why the first token ends the answer; None if it does not."""
     if first.ids[-1] in prompt.sampling.stop_ids:
         return Finish.STOP

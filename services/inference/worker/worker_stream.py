@@ -116,11 +116,11 @@ class _WorkerStream(ServedStream):
             self._prefill.release(request_id)
 
     def before_end(self, call: int) -> None:
-        """Drop the count of unread bytes."""
-        self._unread.pop(call, None)
+        """Drop the count of unread bytes, and the wait for reads of a call that is late."""
+        self.forget(call)
 
     def forget(self, call: int) -> None:
-        """Drop the count of unread bytes of a cancelled call, and the wait for its reads."""
+        """See `before_end`; of a cancelled call."""
         self._unread.pop(call, None)
         self._reads.pop(call, None)
 

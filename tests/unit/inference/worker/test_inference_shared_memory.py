@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from forge.core.errors import DataLoss
+from forge.runtime.files.host_memory import place
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
 from forge.v1 import inference_pb2 as pb
@@ -19,6 +23,7 @@ from services.inference.worker import shared_memory
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 from tests.support.inference.fetching_engine import FetchingEngine
 from tests.support.inference.weight_sources import SECURITY
+from tests.support.runtime.waiting import until
 
 DATA = bytes(range(256)) * 8192
 SPAN = KvSpan(
@@ -70,15 +75,54 @@ def test_link_in_shared_memory_is_not_followed(memory: Path) -> None:
         shared_memory.read(name, size=4, checksum=0)
 
 
+class Held:
+    """A prefill engine with one prompt."""
+
+    async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
+        return SPAN
+
+    def release(self, request_id: str) -> None: ...
+
+
+async def test_file_is_removed_if_its_caller_has_left(memory: Path) -> None:
+    """It would stay in the host's memory: with the answer on its way, and while it is written."""
+    servicer = PrefillServicer(cast(Any, Held()))
+    request = pb.FetchKvRequest(slices=True, shared_memory=place())
+    responses = cast(AsyncGenerator[pb.FetchKvResponse, None], servicer.FetchKv(request, None))
+    name = (await anext(responses)).shared.name
+    assert [one.name for one in memory.iterdir()] == [name]
+    await responses.aclose()
+    assert not list(memory.iterdir())
+
+
+async def test_file_that_is_written_for_a_caller_that_has_left_is_removed(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes it cannot be stopped."""
+    begun, free, write = threading.Event(), threading.Event(), shared_memory.write
+
+    def held_write(data: bytes | memoryview) -> tuple[str, int]:
+        begun.set()
+        free.wait(60)
+        return write(data)
+
+    monkeypatch.setattr(shared_memory, "write", held_write)
+    request = pb.FetchKvRequest(slices=True, shared_memory=place())
+    responses = PrefillServicer(cast(Any, Held())).FetchKv(request, None)
+    call = asyncio.ensure_future(anext(responses))
+    await asyncio.to_thread(begun.wait, 60)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    removed: list[str] = []
+    monkeypatch.setattr(shared_memory, "remove", removed.append)
+    free.set()
+    await until(lambda: bool(removed))
+    assert [one.name for one in memory.iterdir()] == removed
+
+
 async def hand_over(monkeypatch: pytest.MonkeyPatch, *, decode_place: str | None) -> KvSpan | None:
     """What decode gets from prefill; both are in this process."""
-
-    class Held:
-        async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
-            return SPAN
-
-        def release(self, request_id: str) -> None: ...
-
     server = RpcServer(service="test", host="127.0.0.1", port=0, security=SECURITY)
     server.add_service(
         rpc.add_PrefillServiceServicer_to_server,
