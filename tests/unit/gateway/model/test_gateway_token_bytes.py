@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from forge.core.formats import PlainParser
 from forge.core.token_columns import float32_bytes, int32_array, int32_bytes
 from forge.v1 import common_pb2
 from services.gateway.http.openai.completions.chat import token_logprobs
+from services.gateway.http.openai.completions.completions import logprobs
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.turns.answer_parser import AnswerParser
 from tests.support.gateway.chat_templates import make_model
@@ -56,7 +58,30 @@ def test_bytes_of_fallback_tokens_are_those_of_the_text(text: str) -> None:
 def test_logprobs_of_chat_have_the_bytes_of_each_token() -> None:
     """Of sampled and of likely ones: joined they are the text of the answer."""
     model = make_model("chatml")
-    ids = ids_of(model, "naïve 😀")
+    answer = answered(model, "naïve 😀")
+    turn: Any = cast(Any, SimpleNamespace(token_logprobs=answer.token_logprobs))
+    shown = token_logprobs(turn)
+    assert bytes(byte for one in shown for byte in one["bytes"]).decode() == "naïve 😀"
+    assert [one["top_logprobs"][0]["bytes"] for one in shown] == [one["bytes"] for one in shown]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [(make_model("chatml"), "naïve 😀 a"), (byte_fallback_model(), "aé😀éa日")],
+    ids=["bytes", "fallback"],
+)
+def test_offsets_of_completions_are_places_in_the_text(model: ChatModel, text: str) -> None:
+    """Each whole character begins at its token's offset; its further tokens have the same one."""
+    tokens = answered(model, text).token_logprobs()
+    raw = b"".join(one.sampled.raw for one in tokens)
+    begins = accumulate((len(one.sampled.raw) for one in tokens[:-1]), initial=0)
+    places = [len(raw[:begin].decode(errors="ignore")) for begin in begins]
+    assert logprobs(model, tokens, as_ids=False)["text_offset"] == places
+
+
+def answered(model: ChatModel, text: str) -> AnswerParser:
+    """An answer with this text, whose only likely tokens are its own."""
+    ids = ids_of(model, text)
     answer = AnswerParser(model, PlainParser, new_call_id=str)
     tokens = common_pb2.SampledTokens(
         ids=int32_bytes(ids),
@@ -66,7 +91,4 @@ def test_logprobs_of_chat_have_the_bytes_of_each_token() -> None:
         top_logprobs=float32_bytes([-0.5] * len(ids)),
     )
     assert answer.feed(tokens)
-    turn: Any = cast(Any, SimpleNamespace(token_logprobs=answer.token_logprobs))
-    shown = token_logprobs(turn)
-    assert bytes(byte for one in shown for byte in one["bytes"]).decode() == "naïve 😀"
-    assert [one["top_logprobs"][0]["bytes"] for one in shown] == [one["bytes"] for one in shown]
+    return answer

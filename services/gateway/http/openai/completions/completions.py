@@ -30,6 +30,7 @@ from services.gateway.http.openai.completions.completion_object import (
 from services.gateway.http.openai.fields import COMPLETIONS
 from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.http.request_fields.request_body import checked_stops
+from services.gateway.model.chat_model import ChatModel, TextStream
 from services.gateway.turns.answer_parser import LikelyToken, TokenLogprob
 from services.gateway.turns.types import Piece, Turn
 
@@ -133,7 +134,7 @@ class Completion(CompletionObject):
         if self.asked.logprobs is not None:
             tokens = turn.token_logprobs()
             as_ids = bool(self.asked.return_tokens_as_token_ids)
-            last["logprobs"] = logprobs(tokens, as_ids=as_ids)
+            last["logprobs"] = logprobs(self.turns.model, tokens, as_ids=as_ids)
         return last
 
     def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
@@ -198,19 +199,21 @@ class _StreamedChoice(Choice):
         return choice
 
 
-def logprobs(tokens: Sequence[TokenLogprob], *, as_ids: bool) -> dict[str, Any]:
-    """Returns log-probs in the format of completions; offsets count from the answer's begin."""
+def logprobs(model: ChatModel, tokens: Sequence[TokenLogprob], *, as_ids: bool) -> dict[str, Any]:
+    """Returns log-probs in the format of completions. Offsets count characters from the answer's
+    begin; the parts of a character have its offset."""
 
     def name(token: LikelyToken) -> str:
         return f"token_id:{token.token_id}" if as_ids else token.text
 
     sampled = [token.sampled for token in tokens]
-    lengths = [len(token.text) for token in sampled]
+    stream = TextStream(model)
+    ends = accumulate(len(stream.feed((token.token_id,))) for token in sampled)
     return {
         "tokens": list(map(name, sampled)),
         "token_logprobs": [token.logprob for token in sampled],
         "top_logprobs": [
             {name(one): one.logprob for one in (*token.top, token.sampled)} for token in tokens
         ],
-        "text_offset": list(accumulate(lengths[:-1], initial=0)) if lengths else [],
+        "text_offset": [0, *ends][: len(sampled)],
     }
