@@ -41,6 +41,7 @@ from forge.rl.learner.learner import Learner
 from forge.rl.model.policy import TreePolicy
 from forge.rl.mtp.training import MtpTraining
 from forge.runtime.actors.actor_system import ActorSystem
+from services.gateway.model.chat_model import ChatModel
 from services.inference.engines.base import (
     KvSpan,
     Prompt,
@@ -217,7 +218,7 @@ class Policy:
             top_p=1.0,
             top_k=0,
             max_tokens=tokens,
-            stop_ids=frozenset({self.tokenizer.eos_token_id}),
+            stop_ids=ChatModel.load(str(path)).stop_ids,
             seed=0,
         )
         self._optimizer = optimizer

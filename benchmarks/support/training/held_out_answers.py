@@ -25,6 +25,7 @@ from forge.core.errors import NotFound
 from forge.core.token_columns import int32_array
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
+from services.gateway.model.chat_model import ChatModel
 from services.pool.store import PoolStore
 
 _TAG = "eval-after"
@@ -38,20 +39,23 @@ class HeldOut:
     prompt: tuple[int, ...]
     """Token ids as stored."""
     answer: tuple[int, ...]
-    """The right answer and the token that ends it."""
+    """The right answer."""
+    ends: tuple[int, ...]
+    """Tokens that may end it."""
 
 
 def read_held_out(run: Path, *, per_domain: int) -> list[HeldOut]:
     """Up to `per_domain` tasks of each domain. Raises `NotFound` when the run stored none."""
-    tokenizer = AutoTokenizer.from_pretrained(run / "checkpoints" / "latest")
+    checkpoint = run / "checkpoints" / "latest"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ends = tuple(sorted(ChatModel.load(str(checkpoint)).stop_ids))
     counts: dict[str, int] = {}
     found = []
     for domain, prompt, answer in _stored(run):
         counts[domain] = counts.get(domain, 0) + 1
         if counts[domain] <= per_domain:
             ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-            ended = (*ids, tokenizer.eos_token_id)
-            found.append(HeldOut(domain=domain, prompt=prompt, answer=ended))
+            found.append(HeldOut(domain=domain, prompt=prompt, answer=tuple(ids), ends=ends))
     if not found:
         raise NotFound(f"{run} has no held-out tasks with an answer in its pool")
     return found
@@ -88,7 +92,8 @@ def _attempts(
 def answer_logprobs(
     model: Any, tasks: Sequence[HeldOut], *, autocast: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Log-probs [A] of each task's answer tokens at temperature 1, softmax in float64.
+    """Log-probs [A + 1] of each task's answer tokens, then of its end by any token, at temperature
+    1, softmax in float64.
 
     The backbone computes in `autocast`, None for the weights' own type; the head always in its own.
     """
@@ -105,7 +110,7 @@ def _domain_logprobs(
     model: Any, tasks: Sequence[HeldOut], autocast: torch.dtype | None
 ) -> list[Tensor]:
     shared = _common_prefix([task.prompt[:-1] for task in tasks])
-    rows = [(*task.prompt, *task.answer[:-1])[shared:] for task in tasks]
+    rows = [(*task.prompt, *task.answer)[shared:] for task in tasks]
     longest = max(map(len, rows))
     # Padding comes after everything that is looked at.
     ids_NL = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
@@ -119,10 +124,12 @@ def _domain_logprobs(
         ).last_hidden_state
     found = []
     for task, row, states_LC in zip(tasks, rows, states_NLC, strict=True):
-        states_AC = states_LC[len(row) - len(task.answer) : len(row)]
+        states_AC = states_LC[len(row) - len(task.answer) - 1 : len(row)]
         head = model.get_output_embeddings()
         logprobs_AV = head(states_AC.to(head.weight.dtype)).double().log_softmax(-1)
-        found.append(logprobs_AV[range(len(task.answer)), list(task.answer)])
+        answer = logprobs_AV[range(len(task.answer)), list(task.answer)]
+        end = logprobs_AV[-1, list(task.ends)].logsumexp(-1, keepdim=True)
+        found.append(torch.cat([answer, end]))
     return found
 
 
