@@ -49,6 +49,7 @@ from services.inference.engines.embedded.roles.wiring import CAPABILITIES as EMB
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.refusals import check_request
 from services.inference.engines.tensor_bytes import to_named
+from services.inference.worker.service import finish_with
 
 # Engines and references compute at the same time; more threads than cores only wait for each other.
 torch.set_num_threads(1)
@@ -264,6 +265,10 @@ class Pair:
         prefilled = await self.prefill.prefill(prompt, hold_s=60)
         answer.add(prefilled.first)
         answer.cached_tokens = prefilled.cached_tokens
+        answer.finish = finish_with(prefilled.first, prompt, self.prefill.limits)
+        if answer.finish is not None:
+            self.prefill.release(prompt.request_id)
+            return answer
 
         async def fetch_kv(from_token: int) -> Any:
             local = getattr(self.prefill, "local_kv", None) if self.is_one else None

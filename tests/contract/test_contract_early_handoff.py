@@ -63,9 +63,8 @@ async def let(workers: Joined, passes: Passes, count: int) -> None:
 def idle(workers: Joined) -> bool:
     """Neither side has anything of any request."""
     prefill: Any = workers.pair.prefill
-    decode = workers.pair.decode.status()
     return (
-        decode.running == decode.queued == 0
+        workers.pair.decode.status().running == 0
         and not len(prefill._early)
         and workers.decode.fetcher.room.used_bytes == 0
     )

@@ -342,6 +342,16 @@ async def test_released_prompt_is_not_found(pair: Pair) -> None:
         await pair.prefill.fetch_kv("unheard-of", from_token=0)
 
 
+async def test_held_prompt_is_unfinished_work(pair: Pair) -> None:
+    """An operator's drain waits for the decode worker that fetches it."""
+    prompt = engines.make_prompt(prompt_ids(20), GREEDY)
+    await pair.prefill.prefill(prompt, hold_s=60)
+    assert pair.prefill.status().running == 1
+    pair.prefill.release(prompt.request_id)
+    await pair.prefill.idle()
+    assert pair.prefill.status().running == 0
+
+
 async def test_request_without_weights_is_unavailable(start: StartInFolder) -> None:
     """Before the first weights a request is Unavailable."""
     async with start() as pair:

@@ -16,7 +16,7 @@ from forge.runtime.rpc.tokens import joined
 from forge.v1 import inference_pb2 as pb
 from forge.v1.common_pb2 import Grammar, SamplingParams
 from services.inference import codec
-from services.inference.engines.base import ModelLimits, Sampling, Tokens
+from services.inference.engines.base import ModelLimits, Tokens
 from services.inference.router.fleet.workers import Engine
 from services.inference.router.request.answer import RoutedAnswer
 from tests.contract import engines
@@ -93,20 +93,17 @@ async def routed(workers: list[Pair], sampling: SamplingParams, rng: random.Rand
         rest = codec.read_sampling(answer.rest(), seed=1)
         worker = rng.choice(workers)
         part = await worker.sample(list(int32_array(answer.ids)), rest, on_piece=leave)
-        answer.take(codec.write_tokens(columns_of(part, rest)), WORKER)
+        answer.take(codec.write_tokens(columns_of(part)), WORKER)
     return answer
 
 
-def columns_of(answer: Answer, asked: Sampling) -> Tokens:
-    """The router makes no decode call behind a first token that ends the answer; a pair does."""
-    ended = answer.ids[0] in asked.stop_ids or asked.max_tokens == 1
-    end = 1 if ended else len(answer.ids)
+def columns_of(answer: Answer) -> Tokens:
     return Tokens(
-        ids=tuple(answer.ids[:end]),
-        logprobs=tuple(answer.logprobs[:end]),
-        versions=tuple(answer.versions[:end]),
-        allowed=tuple(answer.allowed[:end]),
-        top=tuple(answer.top[:end]),
+        ids=tuple(answer.ids),
+        logprobs=tuple(answer.logprobs),
+        versions=tuple(answer.versions),
+        allowed=tuple(answer.allowed),
+        top=tuple(answer.top),
     )
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 
 from forge.core.named_tensor import NamedTensor
-from services.inference.engines.base import BrokenWeights, Probe, UnfitWeights
+from services.inference.engines.base import BrokenWeights, Engine, Probe, UnfitWeights
 from tests.contract import engines
 from tests.contract.engines import GREEDY, Pair, prompt_ids, published, reference
 from tests.contract.starts import serving
@@ -90,6 +90,47 @@ async def test_weights_of_another_type_are_refused(pair: Pair) -> None:
         for engine in (pair.prefill, pair.decode):
             await engine.load(right, version=version, probe=probe)
     assert torch.isfinite(torch.tensor((await pair.sample(ids)).logprobs)).all()
+
+
+class NotedTuple(tuple[float, ...]):
+    """Calls `note` when its numbers are read."""
+
+    note: Callable[[], None]
+
+    @classmethod
+    def of(cls, numbers: Iterable[float], note: Callable[[], None]) -> Self:
+        made = cls(numbers)
+        made.note = note
+        return made
+
+    def __iter__(self) -> Iterator[float]:
+        self.note()
+        return super().__iter__()
+
+    def __getitem__(self, key: Any) -> Any:
+        found: Any = super().__getitem__(key)
+        return self.of(found, self.note) if isinstance(key, slice) else found
+
+
+async def test_weights_on_trial_are_not_in_service(pair: Pair) -> None:
+    """While an engine compares them with their probe, its status has the version before, of which
+    its cached prefixes are."""
+    new = reference("qwen3", seed=1)
+    right = probe_of(new)
+    for engine in {pair.prefill, pair.decode}:
+        seen: list[int] = []
+
+        def note(engine: Engine = engine, seen: list[int] = seen) -> None:
+            seen.append(engine.status().version)
+
+        await engine.load(
+            published(new),
+            version=2,
+            probe=replace(right, logprobs=NotedTuple.of(right.logprobs, note)),
+        )
+        assert seen
+        assert set(seen) == {1}
+        assert engine.status().version == 2
 
 
 @pytest.mark.parametrize(("half", "error"), [(False, 0.002), (True, 0.3)])

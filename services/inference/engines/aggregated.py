@@ -70,11 +70,8 @@ class Served:
         await self._served.load(tensors, version=version, probe=probe)
 
     def status(self) -> EngineStatus:
-        """Count requests beyond `capacity` as queued."""
-        running = min(self._unfinished, self.capacity)
-        return EngineStatus(
-            version=self._served.version, running=running, queued=self._unfinished - running
-        )
+        """See `Engine`."""
+        return EngineStatus(version=self._served.version, running=self._unfinished)
 
     async def idle(self) -> None:
         """See `Engine`."""

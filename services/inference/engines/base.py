@@ -197,7 +197,7 @@ class EngineStatus:
     version: int
     """0 before any weights are loaded."""
     running: int
-    queued: int
+    """Unfinished requests: those that wait and held prompts, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class CountingEngine:
         self._version = version
 
     def status(self) -> EngineStatus:
-        return EngineStatus(version=self._version, running=0, queued=len(self._prompts))
+        return EngineStatus(version=self._version, running=len(self._prompts))
 
     async def idle(self) -> None: ...
 

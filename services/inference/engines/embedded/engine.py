@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from forge.runtime.actors.actor import ThreadActor
-from services.inference.engines.base import EngineStatus
 from services.inference.engines.embedded import family_check
 from services.inference.engines.embedded.roles.both import BothActor
 from services.inference.engines.embedded.roles.decode_engine import EmbeddedDecode
@@ -33,13 +32,6 @@ class EmbeddedBoth(EmbeddedPrefill, EmbeddedDecode):
         return BothActor(
             prefill_actor(options, policy, cache, store, beside_steps=True),
             decode_actor(options, policy, cache, store, kv_bytes=kv_bytes, resumes=cls.resumes),
-        )
-
-    def status(self) -> EngineStatus:
-        """Count held prompts and requests beyond `capacity` as queued."""
-        running = min(self._work.count - len(self._held), self.capacity)
-        return EngineStatus(
-            version=self._policy.version, running=running, queued=self._work.count - running
         )
 
 

@@ -169,9 +169,9 @@ class TensorRtLlm:
 
     def status(self) -> EngineStatus:
         """See `Engine`."""
-        running = len(self._llm.legs)
-        waiting = sum(not answer.is_done for answer in self._answers) - running
-        return EngineStatus(version=self._llm.version, running=running, queued=max(0, waiting))
+        held = sum(one.answer is None or one.answer.is_done for one in self._held.values())
+        running = held + len(self._reads) + sum(not one.is_done for one in self._answers)
+        return EngineStatus(version=self._llm.version, running=running)
 
     async def idle(self) -> None:
         """See `Engine`."""

@@ -246,17 +246,14 @@ class Llm:
     async def _apply(
         self, update: WeightUpdate, weights: Loadable, version: int, probe: Probe | None
     ) -> None:
-        before = self.version
         try:
             began_s = time.monotonic()
             await update.apply(drain=self._drain())
             self._load_s = time.monotonic() - began_s
-            # Requests of before find no version until the weights are proven.
-            self.version = version
             rounded = weights.rounded or self._rounds
-            await check_probe(self, probe, limits=self._limits, rounded=rounded)
+            await check_probe(self, probe, version=version, limits=self._limits, rounded=rounded)
+            self.version = version
         except BaseException as error:
-            self.version = before
             log.error("tensorrt_llm_update_failed", version=version, error=str(error))
             await self._restart()
             raise

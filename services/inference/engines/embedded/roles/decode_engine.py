@@ -15,7 +15,6 @@ from forge.core.errors import ForgeError
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
 from services.inference.engines.base import (
-    EngineStatus,
     FetchKv,
     KvSpan,
     OtherWeights,
@@ -71,13 +70,6 @@ class EmbeddedDecode(RoleEngine):
     def running_bytes(cls, options: EngineOptions) -> int:
         """Memory of running sequences."""
         return options.kv_bytes - int(options.kv_bytes * cls.held_share)
-
-    def status(self) -> EngineStatus:
-        """Count requests beyond `capacity` as queued."""
-        running = min(self._work.count, self.capacity)
-        return EngineStatus(
-            version=self._policy.version, running=running, queued=self._work.count - running
-        )
 
     async def decode(
         self, prompt: Prompt, first: Tokens | None, fetch_kv: FetchKv, *, stream: bool

@@ -22,7 +22,7 @@ from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.futures import settle
 from services.inference.engines import tensor_bytes
-from services.inference.engines.base import EngineStatus, KvSpan, Prefilled, Prompt
+from services.inference.engines.base import KvSpan, Prefilled, Prompt
 from services.inference.engines.embedded.memory_shortage import attempt
 from services.inference.engines.embedded.messages import Abort, HeldPrompt, PartRead, Read
 from services.inference.engines.embedded.recurrent.read_states import MOST_STOPS
@@ -114,24 +114,22 @@ class EmbeddedPrefill(RoleEngine):
     ) -> HeldPrompt:
         answer: asyncio.Future[HeldPrompt] = asyncio.get_running_loop().create_future()
         timeout_s = self._options.request_timeout_s
-        await self._actor.ask(
-            Read(
-                prompt=prompt,
-                asked_s=asked_s,
-                deliver=partial(settle, answer),
-                progress=early.advance,
-                matcher=matcher,
-                stored=stored,
-            ),
-            timeout_s=timeout_s,
+        read = Read(
+            prompt=prompt,
+            asked_s=asked_s,
+            deliver=partial(settle, answer),
+            progress=early.advance,
+            matcher=matcher,
+            stored=stored,
         )
         try:
+            await self._actor.ask(read, timeout_s=timeout_s)
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             raise DeadlineExceeded(f"the prompt was not computed within {timeout_s:g} s") from None
         finally:
-            if not answer.done() or answer.cancelled():
+            if self._actor.alive and (not answer.done() or answer.cancelled()):
                 self._actor.tell(Abort(request_id=prompt.request_id))
 
     async def fetch_kv(self, request_id: str, *, from_token: int) -> KvSpan:
@@ -225,13 +223,6 @@ class EmbeddedPrefill(RoleEngine):
         """Release all held prompts and stop."""
         self._held.clear()
         await super().close()
-
-    def status(self) -> EngineStatus:
-        """Count held prompts as queued."""
-        held = len(self._held)
-        return EngineStatus(
-            version=self._policy.version, running=self._work.count - held, queued=held
-        )
 
 
 def _stored_reads(parts: EngineParts) -> StoredReads | None:

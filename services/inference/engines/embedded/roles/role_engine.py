@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Self
 
-from forge.core.errors import DeadlineExceeded, ResourceExhausted
+from forge.core.errors import DeadlineExceeded, ForgeError, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
 from forge.runtime.concurrency.futures import settle
 from forge.runtime.telemetry import log
-from services.inference.engines.base import ModelLimits, Probe
+from services.inference.engines.base import EngineStatus, ModelLimits, Probe
 from services.inference.engines.cache_reports.cache_log import CacheLog
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, cache_sizes
 from services.inference.engines.embedded.memory_shortage import attempt
@@ -107,6 +107,8 @@ class RoleEngine(ABC):
         self.cache_reports = parts.cache_log
         self._grammars = Grammars(options.model_path, vocabulary=policy.limits.vocabulary)
         self._work = Work()
+        self._version = 0
+        """The weights in service: those on trial are `Policy.version` already."""
         context_bytes = policy.limits.context_tokens * shape.token_bytes + shape.state_bytes
         if context_bytes > options.kv_bytes:
             log.warning(
@@ -146,9 +148,15 @@ class RoleEngine(ABC):
             )
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         timeout_s = self._options.request_timeout_s
+
+        def deliver(refusal: ForgeError | None) -> None:
+            if refusal is None:
+                self._version = version
+            settle(served, refusal)
+
         swap = Swap(
             weights=staged,
-            deliver=partial(settle, served),
+            deliver=deliver,
             probe=probe,
             kv_identity=staged.identity,
         )
@@ -167,6 +175,10 @@ class RoleEngine(ABC):
         if self._store is not None:
             model = architecture(self._options.model_path, self._policy.kv_shape)
         return self._policy.stage(tensors, version=version, architecture=model)
+
+    def status(self) -> EngineStatus:
+        """See `Engine`."""
+        return EngineStatus(version=self._version, running=self._work.count)
 
     async def idle(self) -> None:
         """See `Engine`."""

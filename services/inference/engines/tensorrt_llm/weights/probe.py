@@ -21,7 +21,6 @@ class Caller(Protocol):
     """The engine of the library, while no request runs."""
 
     library: Library
-    version: int
 
     @property
     def engine(self) -> Any:
@@ -29,22 +28,21 @@ class Caller(Protocol):
 
 
 async def check_probe(
-    llm: Caller, probe: Probe | None, *, limits: ModelLimits, rounded: bool
+    llm: Caller, probe: Probe | None, *, version: int, limits: ModelLimits, rounded: bool
 ) -> None:
-    """Compare the version's log-probs with `probe` by the rule of all engines. Raises
-    `UnfitWeights` for other log-probs, `BrokenWeights` for NaN or infinity. A library without
-    log-probs of prompts logs a warning in place of the check. `rounded`: published or served in
-    16 bits."""
-    version = llm.version
+    """Compare the log-probs of the library's weights, which are `version`, with `probe` by the rule
+    of all engines. Raises `UnfitWeights` for other log-probs, `BrokenWeights` for NaN or infinity.
+    A library without log-probs of prompts logs a warning in place of the check. `rounded`:
+    published or served in 16 bits."""
     ids, probe = probes.computed_before_a_token(probe, limits, version=version)
-    found = await _logprobs(llm, ids) if Feature.PROBE in llm.library.features else None
+    found = await _logprobs(llm, ids, version) if Feature.PROBE in llm.library.features else None
     if found is None:
         log.warning("tensorrt_llm_weights_not_probed", weight_version=version)
         return
     probes.check_probe(probe, found, version=version, rounded=rounded)
 
 
-async def _logprobs(llm: Caller, ids: Sequence[int]) -> list[float] | None:
+async def _logprobs(llm: Caller, ids: Sequence[int], version: int) -> list[float] | None:
     """Return the log-probs of all tokens but the first; None if the library returns none."""
     params = llm.library.sampling_params(
         max_tokens=1, end_id=NO_END, prompt_logprobs=0, seed=0, detokenize=False
@@ -52,7 +50,7 @@ async def _logprobs(llm: Caller, ids: Sequence[int]) -> list[float] | None:
     arguments: dict[str, Any] = {"inputs": list(ids), "sampling_params": params}
     if Feature.CACHE_SALT in llm.library.features:
         # Cached blocks have no log-probs.
-        arguments["cache_salt"] = f"probe-{llm.version}"
+        arguments["cache_salt"] = f"probe-{version}"
     result = await llm.engine.generate_async(**arguments)
     return aligned(result.outputs[0].prompt_logprobs, ids[1:])
 
