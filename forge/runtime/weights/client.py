@@ -32,7 +32,7 @@ class WeightClient:
 
     async def manifest(self, address: str, version: int) -> bytes:
         """Return the encoded manifest of a version. Raises the error of the call."""
-        stub = rpc.WeightServiceStub(self._channels.get(address))
+        stub = self._channels.stub(rpc.WeightServiceStub, address)
         joiner = Joiner(max_bytes=MAX_MANIFEST_BYTES)
         call: Any = stub.FetchManifest(pb.FetchManifestRequest(weight_version=version))
         try:
@@ -75,7 +75,7 @@ class WeightClient:
         bulk: bool,
     ) -> None:
         connection = None
-        stub = rpc.WeightServiceStub(self._channels.get(address))
+        stub = self._channels.stub(rpc.WeightServiceStub, address)
         call: Any = stub.FetchWeights(assembly.request(bulk=bulk))
         try:
             async for response in flowing(call, silence_s=self._silence_s, source="the source"):
