@@ -12,6 +12,7 @@ An exchange does not announce a shortage of memory: ranks that divide parameters
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,42 +22,43 @@ from torch.autograd.function import once_differentiable
 
 from forge.rl.collectives import lost_ranks
 
+Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
 
 def entered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same value, at the entry of an own computation: its gradients are summed over ranks."""
-    out: Tensor = _Entered.apply(whole, group)  # type: ignore[no-untyped-call]
-    return out
+    return _exchanged(whole, group, forth=_same, back=lambda grad, of: _sum(grad.clone(), of))
 
 
 def summed(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks, whole; takes the memory of `own`."""
-    out: Tensor = _Summed.apply(own, group)  # type: ignore[no-untyped-call]
-    return out
+    return _exchanged(own, group, forth=_sum, back=_same)
 
 
 def joined(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The columns of all ranks, whole; each rank has equally many."""
-    out: Tensor = _Joined.apply(own, group)  # type: ignore[no-untyped-call]
-    return out
+    return _exchanged(own, group, forth=_gather, back=_columns)
 
 
 def own_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's columns of a whole value."""
-    out: Tensor = _OwnColumns.apply(whole, group)  # type: ignore[no-untyped-call]
-    return out
+    return _exchanged(whole, group, forth=_columns, back=_gather)
 
 
 def own_gradient(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same value [..., L, C], with the gradient of this rank's share of the L tokens: a sum
     over ranks then counts each token once."""
-    out: Tensor = _OwnGradient.apply(whole, group)  # type: ignore[no-untyped-call]
-    return out
+    return _exchanged(whole, group, forth=_same, back=_of_own_tokens)
 
 
 def share(count: int, group: dist.ProcessGroup) -> slice:
     """This rank's range of `count` items."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     return slice(count * rank // ranks, count * (rank + 1) // ranks)
+
+
+def _same(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return tensor.view_as(tensor)
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -77,65 +79,31 @@ def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-class _Entered(torch.autograd.Function):
+def _of_own_tokens(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    own, kept = torch.zeros_like(grad), share(grad.shape[-2], group)
+    own[..., kept, :] = grad[..., kept, :]
+    return own
+
+
+def _exchanged(
+    value: Tensor, group: dist.ProcessGroup, *, forth: Exchange, back: Exchange
+) -> Tensor:
+    out: Tensor = _Exchange.apply(value, group, forth, back)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grad.clone(), ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = _sum(own, group)
-        if total is own:
-            ctx.mark_dirty(own)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(own, group)
+    def forward(
+        ctx: Any, value: Tensor, group: dist.ProcessGroup, forth: Exchange, back: Exchange
+    ) -> Tensor:
+        ctx.group, ctx.back = group, back
+        out = forth(value, group)
+        if out is value:
+            ctx.mark_dirty(value)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _columns(grad, ctx.group), None
-
-
-class _OwnColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _columns(whole, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, ctx.group), None
-
-
-class _OwnGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own, kept = torch.zeros_like(grad), share(grad.shape[-2], ctx.group)
-        own[..., kept, :] = grad[..., kept, :]
-        return own, None
+        return ctx.back(grad, ctx.group), None, None, None
