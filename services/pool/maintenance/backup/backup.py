@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,13 @@ from services.pool.storage.environment.file_locks import (
 from services.pool.storage.environment.migrations import SCHEMA_VERSION, stored_version
 from services.pool.storage.journal import replica_state
 from services.pool.storage.keys import SHARD_KEY
-from services.pool.storage.records import Records
+from services.pool.storage.records import Payload, Records
 from services.pool.storage.tables import Table
 
 PROGRESS_S = 0.2
 COPY_BYTES = 1 << 22
 AHEAD_BYTES = 1 << 36
+_TABLES = [table.value.encode() for table in Table]
 
 Progress = Callable[[int, int], None]
 """Receives the work done and the total."""
@@ -303,25 +304,37 @@ def _copy_records(environment: lmdb.Environment, into: Path, progress: Progress)
     """Copies record by record. LMDB's own copy has complete pages, and the unused end of a page may
     have bytes of deleted records."""
     total = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    names = [table.value.encode() for table in Table]
-    tables = [environment.open_db(name, create=False) for name in names]
+    tables = {name: environment.open_db(name, create=False) for name in _TABLES}
+    with environment.begin(buffers=True) as transaction:
+        records = ((name, iter(transaction.cursor(db=tables[name]))) for name in _TABLES)
+        write_records(into, records, progress, total=total)
+
+
+def write_records(
+    into: Path,
+    tables: Iterable[tuple[bytes, Iterator[tuple[Payload, Payload]]]],
+    progress: Progress,
+    *,
+    total: int,
+) -> None:
+    """Writes a new file with these records of each table, which are in the order of their keys; it
+    is on disk at the end. `total`: about their bytes."""
     copy = lmdb.open(str(into), map_size=total + AHEAD_BYTES, max_dbs=len(Table), sync=False)
     done = 0
     try:
-        with environment.begin(buffers=True) as transaction:
-            for name, table in zip(names, tables, strict=True):
-                copied = copy.open_db(name)
-                cursor = transaction.cursor(db=table)
-                found = cursor.first()
-                while found:
-                    end = done + COPY_BYTES
-                    with copy.begin(write=True) as writing:
-                        while found and done < end:
-                            key, value = cursor.item()
-                            writing.put(key, value, db=copied, append=True)
-                            done += len(key) + len(value)
-                            found = cursor.next()
-                    progress(min(done, total), total)
+        for name, records in tables:
+            database = copy.open_db(name)
+            left = True
+            while left:
+                end, left = done + COPY_BYTES, False
+                with copy.begin(write=True) as writing:
+                    for key, value in records:
+                        writing.put(key, value, db=database, append=True)
+                        done += len(key) + len(value)
+                        if done >= end:
+                            left = True
+                            break
+                progress(min(done, total), total)
         copy.sync(True)
     finally:
         copy.close()

@@ -30,6 +30,7 @@ from services.pool.maintenance.backup.backup import (
     opened_shard,
     refuse_half_copy,
     snapshot,
+    write_records,
 )
 from services.pool.maintenance.backup.manifests import (
     Manifest,
@@ -120,28 +121,8 @@ def write_restored(backup: Path, into: Path, progress: Progress) -> None:
     backup of its chain is missing, `DataLoss` when one is damaged, `FailedPrecondition` when one
     was changed."""
     with Chain.opened(backup) as chain:
-        total = chain.size_bytes
-        copy = lmdb.open(str(into), map_size=total + AHEAD_BYTES, max_dbs=len(Table), sync=False)
-        done = 0
-        try:
-            for table in Table:
-                database = copy.open_db(table.value.encode())
-                records = chain.records(table)
-                left = True
-                while left:
-                    end, left = done + COPY_BYTES, False
-                    with copy.begin(write=True) as writing:
-                        for key, value in records:
-                            writing.put(key, value, db=database, append=True)
-                            done += len(key) + len(value)
-                            if done >= end:
-                                left = True
-                                break
-                    progress(min(done, total), total)
-            copy.sync(True)
-        finally:
-            copy.close()
-        progress(total, total)
+        tables = ((table.value.encode(), chain.records(table)) for table in Table)
+        write_records(into, tables, progress, total=chain.size_bytes)
 
 
 class Chain:
