@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
-from forge.agents.sandbox.child import kill_group, start_turn
+from forge.agents.sandbox.child import end_group, start_turn
 
 # Sets the limits in the program's process and then executes the program: Python code between fork
 # and exec would be unsafe in a process with threads. The program ends with the runner.
@@ -71,8 +71,7 @@ class BareLauncher:
                     process=process, answer=partial(read_answer, directory), wrapped=False
                 )
             finally:
-                kill_group(process)
-                await process.wait()
+                await end_group(process)
         finally:
             # In a thread: a program may have written gigabytes.
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

@@ -30,7 +30,7 @@ from forge.agents.launchers.gateway_network import (
 )
 from forge.agents.sandbox import seccomp
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
-from forge.agents.sandbox.child import kill_group, last_lines, start_turn
+from forge.agents.sandbox.child import end_group, last_lines, start_turn
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.telemetry import log
 
@@ -111,7 +111,7 @@ class ContainerLauncher:
             # Before the start: a cancelled one may have made it already.
             stack.push_async_callback(self._remove, name)
             process = await self._start(name, image, request, directory)
-            stack.push_async_callback(_kill, process)
+            stack.push_async_callback(end_group, process)
             assert process.stdin and process.stdout
             if not await process.stdout.readline():
                 raise RuntimeError(f"no container of image {image}: {await _reason(process)}")
@@ -237,11 +237,6 @@ def _engine_environment() -> dict[str, str]:
 
 def _absolute(path: str) -> Path:
     return Path(path).absolute()
-
-
-async def _kill(process: Process) -> None:
-    kill_group(process)
-    await process.wait()
 
 
 async def _reason(process: Process) -> str:

@@ -22,7 +22,7 @@ from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request,
 from forge.agents.launchers.gateway_network import gateway_addresses, gateway_network, hosts_file
 from forge.agents.launchers.handover import Handover
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
-from forge.agents.sandbox.child import kill_group, last_lines
+from forge.agents.sandbox.child import end_group, last_lines
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.installations import names_file
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
@@ -71,7 +71,7 @@ class SandboxLauncher:
                 CONTROL_GROUPS.group(memory_bytes=memory_bytes, processes=limits.processes)
             )
             process = await self._start(request, handover, group)
-            stack.push_async_callback(_end, process)
+            stack.push_async_callback(end_group, process)
             parcel = await handover.receive()
             if parcel is None:
                 raise RuntimeError(f"the sandbox did not start: {await _last_line(process)}")
@@ -137,11 +137,6 @@ def _certificates(files: Mapping[str, str]) -> tuple[dict[str, str], dict[str, s
 
 def _over_limit(group: ControlGroup) -> str:
     return "over its limit on memory" if group.over_limit() else ""
-
-
-async def _end(process: Process) -> None:
-    kill_group(process)
-    await process.wait()
 
 
 async def _last_line(process: Process) -> str:

@@ -52,6 +52,12 @@ def kill_group(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+async def end_group(process: Process) -> None:
+    """Kills as `kill_group` and waits for the process."""
+    kill_group(process)
+    await process.wait()
+
+
 def how_it_ended(returncode: int) -> str:
     """Returns "ended with 1" or "was killed by SIGSEGV"."""
     if returncode >= 0:
