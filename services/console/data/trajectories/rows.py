@@ -9,30 +9,31 @@ from forge.core.enum_words import enum_word
 from forge.v1 import common_pb2 as pb
 
 
-def state_name(state: pb.TrajectoryState.ValueType) -> str:
-    """open, sealed or abandoned."""
-    return enum_word(pb.TrajectoryState, state)
-
-
 def reward_row(reward: pb.RewardEvent) -> dict[str, Any]:
     """One reward component."""
     kind = REWARD_KINDS.get(reward.kind, "")
     return {"name": reward.name, "kind": kind, "value": reward.value, "turn": reward.turn_index}
 
 
-def summary_row(one: pb.TrajectorySummary) -> dict[str, Any]:
-    """A trajectory of a list."""
+def facts(one: pb.TrajectorySummary | pb.Trajectory) -> dict[str, Any]:
+    """The part of a trajectory that a list and its own page show."""
     return {
         "id": one.trajectory_id,
         "task_id": one.task_id or one.trajectory_id.partition(":")[0],
         "domain": one.domain,
-        "state": state_name(one.state),
+        "state": enum_word(pb.TrajectoryState, one.state),
+        "reason": one.reason,
+        "closed": one.sealed_unix_s,
+        "rewards": [reward_row(each) for each in one.rewards],
+    }
+
+
+def summary_row(one: pb.TrajectorySummary) -> dict[str, Any]:
+    """A trajectory of a list."""
+    return facts(one) | {
         "turns": one.turns,
         "sampled_tokens": one.sampled_tokens,
         "versions": [one.min_weight_version, one.max_weight_version],
-        "closed": one.sealed_unix_s,
-        "reason": one.reason,
         "freed": one.freed,
         "outcome": reward_sum(one.rewards),
-        "rewards": [reward_row(each) for each in one.rewards],
     }

@@ -11,7 +11,7 @@ from forge.client.stored.trajectory_tree import TrajectoryTree, sampled_tokens
 from forge.core.enum_words import enum_word
 from forge.core.token_columns import float32_array, int32_array
 from forge.v1 import common_pb2 as pb
-from services.console.data.trajectories.rows import reward_row, state_name
+from services.console.data.trajectories.rows import facts
 
 MOST_CHARACTERS = 200_000
 """Characters of one message; the rest is left out, and counted."""
@@ -23,17 +23,7 @@ def trajectory_row(one: pb.Trajectory, advantages: Sequence[float] | None) -> di
     turns = [_turn_row(turn, tree) for turn in one.turns]
     for row, advantage in zip(turns, advantages or (), strict=False):
         row["advantage"] = advantage
-    return {
-        "id": one.trajectory_id,
-        "task_id": one.task_id or one.trajectory_id.partition(":")[0],
-        "domain": one.domain,
-        "state": state_name(one.state),
-        "reason": one.reason,
-        "closed": one.sealed_unix_s,
-        "rewards": [reward_row(each) for each in one.rewards],
-        "branches": tree.branches,
-        "turns": turns,
-    }
+    return facts(one) | {"branches": tree.branches, "turns": turns}
 
 
 def _turn_row(turn: pb.Turn, tree: TrajectoryTree) -> dict[str, Any]:
