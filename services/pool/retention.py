@@ -1,7 +1,7 @@
 """Retention: which groups are freed, when and how fast.
 
 Owns the policy and its execution through the writer: small transactions, each followed by a pause
-as long as it took. `data.freeing` frees a group.
+as long as it took. `data.removal.freed_groups` frees a group.
 
     trained                 once the oldest checkpoint kept covers its step, and it is old enough
     tombstoned, evaluated   once it is old enough
@@ -29,7 +29,7 @@ from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FreeGroups, MarkOrphans
-from services.pool.data.removal.freeing import Freed, is_freed
+from services.pool.data.removal.freed_groups import Freed, is_freed
 from services.pool.metrics import (
     COVERED_STEP,
     DAMAGED_ENTRIES,

@@ -46,7 +46,7 @@ from services.pool.data.reads.group_scan import (
     count_settled,
     find_newest_settled,
 )
-from services.pool.data.removal.freeing import free
+from services.pool.data.removal.freed_groups import free
 from services.pool.data.removal.orphans import OrphanPage, mark, orphans_after
 from services.pool.data.removal.task_erasure import erase
 from services.pool.data.repair.index_mending import mend

@@ -92,7 +92,7 @@ class SetGroupStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeGroups:
-    """Answered by `freeing.Freed`. Groups that may no longer be freed are skipped."""
+    """Answered by `freed_groups.Freed`. Groups that may no longer be freed are skipped."""
 
     task_ids: tuple[str, ...]
     covered_step: int

@@ -22,7 +22,7 @@ from forge.core.errors import Conflict
 from forge.v1 import common_pb2
 from services.pool.data.commands import DiscardCopy, ImportGroup, MarkMoved, StageRecords
 from services.pool.data.group_digest import group_digest
-from services.pool.data.removal.freeing import forget_orphan, put_state
+from services.pool.data.removal.freed_groups import forget_orphan, put_state
 from services.pool.data.writes.store_groups import check_fence, raise_fence
 from services.pool.storage.change_log import delete_changes, log_closed, log_rewarded
 from services.pool.storage.erasures import put_erasure

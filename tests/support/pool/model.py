@@ -24,7 +24,7 @@ from services.pool.data.commands import (
     SealTrajectory,
     SetGroupStates,
 )
-from services.pool.data.removal.freeing import Freed
+from services.pool.data.removal.freed_groups import Freed
 from services.pool.data.removal.orphans import ORPHAN_REASON
 from services.pool.storage.change_log import ChangeKind
 from tests.support.pool.model_checks import check_credits, check_one_outcome

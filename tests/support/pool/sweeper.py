@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from services.pool.data.commands import FreeGroups, MarkOrphans
-from services.pool.data.removal.freeing import Freed
+from services.pool.data.removal.freed_groups import Freed
 from services.pool.readers import ReaderThreads
 from services.pool.retention import Retention, RetentionPolicy
 from services.pool.storage.tables import Table

@@ -21,7 +21,7 @@ from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool import retention
 from services.pool.data.commands import FreeGroups, MarkOrphans, SetGroupStates
-from services.pool.data.removal.freeing import Freed
+from services.pool.data.removal.freed_groups import Freed
 from services.pool.maintenance.backup import backup
 from services.pool.storage.groups.settled_counts import group_counts
 from services.pool.storage.keys import group_key, trajectory_key

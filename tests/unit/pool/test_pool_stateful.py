@@ -29,7 +29,7 @@ from services.pool.data.commands import (
     MarkOrphans,
     SetGroupStates,
 )
-from services.pool.data.removal.freeing import Freed
+from services.pool.data.removal.freed_groups import Freed
 from services.pool.data.writes.store_groups import fence_of
 from services.pool.maintenance.backup import backup
 from services.pool.maintenance.compaction import NOTED_BYTES, Compactor

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from forge.v1 import common_pb2
 from services.pool import retention
-from services.pool.data.removal.freeing import Freed
+from services.pool.data.removal.freed_groups import Freed
 from services.pool.maintenance.backup.backup import check
 from services.pool.storage.tables import Table
 from services.pool.store import PoolStore

@@ -20,7 +20,7 @@ from forge.core.errors import DataLoss
 from forge.core.queue.groups import ERASED
 from forge.v1 import common_pb2
 from services.pool.data.commands import EraseTasks
-from services.pool.data.removal.freeing import put_state
+from services.pool.data.removal.freed_groups import put_state
 from services.pool.data.removal.orphans import ORPHAN_REASON
 from services.pool.storage.change_log import delete_changes
 from services.pool.storage.erasures import erased_group, is_erased, put_erasure

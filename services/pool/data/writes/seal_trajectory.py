@@ -21,7 +21,7 @@ from services.pool.data.closed_digests import (
     with_turns,
 )
 from services.pool.data.commands import AppendRewards, SealTrajectory
-from services.pool.data.removal.freeing import check_not_freed
+from services.pool.data.removal.freed_groups import check_not_freed
 from services.pool.data.summaries import (
     count_turns,
     header_of,

@@ -13,7 +13,7 @@ from forge.core.errors import FailedPrecondition, NotFound, StaleFence, Unavaila
 from forge.core.queue.groups import FREED
 from forge.v1 import common_pb2
 from services.pool.data.commands import PutGroups, SetGroupStates
-from services.pool.data.removal.freeing import forget_orphan, is_freed, put_state
+from services.pool.data.removal.freed_groups import forget_orphan, is_freed, put_state
 from services.pool.storage.erasures import is_erased
 from services.pool.storage.groups.group_index import SETTLED_STATES, StateMoves, enter_new
 from services.pool.storage.groups.group_records import intact_state

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from forge.core.errors import Conflict, FailedPrecondition, ForgeError
 from forge.v1 import common_pb2
 from services.pool.data.commands import NewTurn
-from services.pool.data.removal.freeing import check_not_freed
+from services.pool.data.removal.freed_groups import check_not_freed
 from services.pool.data.summaries import header_of, state_name
 from services.pool.storage.groups.moved_groups import check_not_moved
 from services.pool.storage.keys import trajectory_key, turn_key

@@ -21,7 +21,7 @@ from forge.v1 import common_pb2
 from services.pool import validation
 from services.pool.actors.writer import Writer
 from services.pool.data.commands import AppendTurns, FreeGroups, PutGroups
-from services.pool.data.removal.freeing import Freed
+from services.pool.data.removal.freed_groups import Freed
 from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.environment.migrations import SCHEMA_VERSION
 from services.pool.storage.tables import Table
