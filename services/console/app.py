@@ -29,7 +29,7 @@ from services.console.data.weights_view import WeightsView
 from services.console.http.access import AccessRules
 from services.console.http.actions import Actions
 from services.console.http.events import Viewers
-from services.console.http.server import HttpServer, Sources
+from services.console.http.server import DataSources, HttpServer
 
 
 def _changes(reader: PoolReader) -> AsyncIterator[pool_pb2.TailTrajectoriesResponse]:
@@ -60,7 +60,7 @@ class ConsoleApp:
         values = TokenValuesReader(
             context.coordinator, context.channels, timeout_s=config.call_timeout_s
         )
-        sources = Sources(
+        sources = DataSources(
             viewers=Viewers(topics, news, most=config.http.max_viewers),
             queue=queue,
             trajectories=TrajectoryList(reader),

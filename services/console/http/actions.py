@@ -43,7 +43,7 @@ class Rollback(msgspec.Struct, forbid_unknown_fields=True):
     weight_version: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Canary(msgspec.Struct, forbid_unknown_fields=True):
+class CanaryRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Serve a version by a share of the workers."""
 
     weight_version: Annotated[int, msgspec.Meta(ge=1)]
@@ -75,7 +75,7 @@ class RunnerDrain(msgspec.Struct, forbid_unknown_fields=True):
     draining: bool
 
 
-Body = TypeVar("Body", Rollback, Canary, Promotion, QueueActivity, Drain, RunnerDrain)
+Body = TypeVar("Body", Rollback, CanaryRequest, Promotion, QueueActivity, Drain, RunnerDrain)
 Perform = Callable[[Body, str], tuple[Message, Awaitable[Any]]]
 """Takes the body and the person; returns the message for the audit log, and the call."""
 Reply = Callable[[web.Request, Any], Awaitable[web.Response]]
@@ -114,7 +114,7 @@ class Actions:
             app.router.add_post(path, handle)
 
         add("/api/weights/rollback", WEIGHTS, Rollback, self._roll_back)
-        add("/api/weights/canary", WEIGHTS, Canary, self._start_canary)
+        add("/api/weights/canary", WEIGHTS, CanaryRequest, self._start_canary)
         add("/api/weights/promote", WEIGHTS, Promotion, self._promote)
         add("/api/queue/activity", QUEUE_CHANGES, QueueActivity, self._set_activity)
         add("/api/services/drain", DRAIN, Drain, self._drain)
@@ -148,7 +148,7 @@ class Actions:
         message = trainer_pb2.RollBackWeightsRequest(weight_version=version)
         return message, self._steering.roll_back(version, on_behalf_of=person)
 
-    def _start_canary(self, body: Canary, person: str) -> tuple[Message, Awaitable[Any]]:
+    def _start_canary(self, body: CanaryRequest, person: str) -> tuple[Message, Awaitable[Any]]:
         version, share = body.weight_version, body.share
         message = trainer_pb2.StartWeightCanaryRequest(weight_version=version, share=share)
         call = self._steering.start_canary(version, share=share, on_behalf_of=person)

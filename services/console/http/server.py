@@ -73,7 +73,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class DataSources:
     """Data sources of the routes."""
 
     viewers: Viewers
@@ -90,7 +90,7 @@ class Sources:
 class HttpServer:
     """Serves the console on one port."""
 
-    def __init__(self, config: ConsoleConfig, access: AccessRules, sources: Sources) -> None:
+    def __init__(self, config: ConsoleConfig, access: AccessRules, sources: DataSources) -> None:
         self._config = config
         self._access = access
         self._sources = sources

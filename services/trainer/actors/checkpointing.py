@@ -22,7 +22,7 @@ from services.trainer.checkpoint.store import CheckpointStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
+class WriteCheckpoint:
     """Write a checkpoint; answered by its path once it is durable.
 
     Raises `ResourceExhausted` when it cannot be written.
@@ -37,7 +37,7 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flush:
+class FlushCheckpoints:
     """Wait until every earlier write has ended; answered by the oldest step to which a rewind may
     return."""
 
@@ -47,7 +47,7 @@ class Flush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prune:
-    """Remove the checkpoints that retention does not keep; answered like `Flush`."""
+    """Remove the checkpoints that retention does not keep; answered like `FlushCheckpoints`."""
 
     recorded: int
     """Step of the checkpoint that the lineage's record names, which stays."""
@@ -77,9 +77,9 @@ class CheckpointWriter(ThreadActor):
         self._copies = copies
 
     def receive(self, message: Any) -> Any:
-        """Handles `Write`, `Flush`, `Prune` and `CopyOut`."""
+        """Handles `WriteCheckpoint`, `FlushCheckpoints`, `Prune` and `CopyOut`."""
         match message:
-            case Write():
+            case WriteCheckpoint():
                 return self._store.save(
                     message.contents.write,
                     step=message.step,
@@ -88,7 +88,7 @@ class CheckpointWriter(ThreadActor):
                     lineage=message.lineage,
                     fence=message.fence,
                 )
-            case Flush(recorded=recorded):
+            case FlushCheckpoints(recorded=recorded):
                 return self._store.oldest_step(recorded=recorded)
             case Prune(recorded=recorded):
                 self._store.prune(held={recorded, *self._sending()})

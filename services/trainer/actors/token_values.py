@@ -41,7 +41,7 @@ PIECE_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
+class StoreValues:
     """Store the values of a committed step."""
 
     values: StepValues
@@ -89,9 +89,9 @@ class TokenValueStore(ThreadActor):
             log.warning("token_values_not_listed", error=str(error))
 
     def receive(self, message: Any) -> Any:
-        """Handles `Keep`, `ForgetAfter`, `Expire` and `ReadValues`."""
+        """Handles `StoreValues`, `ForgetAfter`, `Expire` and `ReadValues`."""
         match message:
-            case Keep(values=values):
+            case StoreValues(values=values):
                 self._keep(values)
             case ForgetAfter(step=step):
                 self._files.forget_after(step)
@@ -147,7 +147,7 @@ class KeptTokenValues:
             lengths=values.lengths,
             columns=values.columns,
         )
-        if not (self._sent_rewind() and self._tell(Keep(values=stored))):
+        if not (self._sent_rewind() and self._tell(StoreValues(values=stored))):
             metrics.TOKEN_VALUES_LOST.labels("busy").inc()
 
     def rewound(self, step: int) -> None:
@@ -161,7 +161,7 @@ class KeptTokenValues:
             self._rewind = None
         return self._rewind is None
 
-    def _tell(self, message: Keep | ForgetAfter) -> bool:
+    def _tell(self, message: StoreValues | ForgetAfter) -> bool:
         try:
             if self._store is not None:
                 self._store.tell(message)

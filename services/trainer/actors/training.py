@@ -26,7 +26,7 @@ from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2 as pb
 from services.trainer import metrics
-from services.trainer.actors.checkpointing import CopyOut, Flush, Prune, Write
+from services.trainer.actors.checkpointing import CopyOut, FlushCheckpoints, Prune, WriteCheckpoint
 from services.trainer.actors.learner import CheckReaders, Restore
 from services.trainer.actors.publications import Publications
 from services.trainer.actors.token_values import KeptTokenValues
@@ -325,7 +325,7 @@ class Training(Actor):
         began_s = self._now_s()
         contents = await self._ask(Capture())
         self._capture_s += self._now_s() - began_s
-        write = Write(
+        write = WriteCheckpoint(
             contents=contents,
             step=step,
             weight_version=self._record.weight_version,
@@ -338,7 +338,7 @@ class Training(Actor):
         self._saving.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._saving
 
-    async def _written(self, write: Write) -> Path:
+    async def _written(self, write: WriteCheckpoint) -> Path:
         began_s = self._now_s()
         try:
             path: Path = await self._writer.ask(write, timeout_s=UNBOUNDED_S)
@@ -364,7 +364,7 @@ class Training(Actor):
         return path
 
     async def _flush(self) -> int:
-        flush = Flush(recorded=self._lineage.recorded_step)
+        flush = FlushCheckpoints(recorded=self._lineage.recorded_step)
         oldest_step: int = await self._writer.ask(flush, timeout_s=UNBOUNDED_S)
         return oldest_step
 

@@ -41,7 +41,7 @@ from services.console.data.weights_view import WeightsView
 from services.console.http.access import AccessRules
 from services.console.http.actions import Actions
 from services.console.http.events import Viewers
-from services.console.http.server import HttpServer, Sources
+from services.console.http.server import DataSources, HttpServer
 from tests.support.pool.records import make_reward
 
 KEYRING = Keyring.from_bytes(b"k" * 32)
@@ -282,7 +282,7 @@ class Console:
         self.server = HttpServer(
             config,
             AccessRules(config, self.security),
-            Sources(
+            DataSources(
                 viewers=self.viewers,
                 queue=queue,
                 trajectories=TrajectoryList(cast(PoolReader, self.pool)),

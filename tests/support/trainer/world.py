@@ -14,7 +14,7 @@ from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import PolicyStats
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
-from services.trainer.actors.checkpointing import Flush, Prune, Write
+from services.trainer.actors.checkpointing import FlushCheckpoints, Prune, WriteCheckpoint
 from services.trainer.actors.learner import CheckReaders, Restore, TakeSnapshot
 from services.trainer.actors.training import Advance, Training
 from services.trainer.batches.batch_source import LeasedBatch, PreparedBatch
@@ -116,7 +116,7 @@ class FakeWriter(Actor):
 
     async def receive(self, message: Any) -> Any:
         match message:
-            case Write(step=step, weight_version=version, history=history):
+            case WriteCheckpoint(step=step, weight_version=version, history=history):
                 await self._world.disk.wait()
                 self._world.do(f"save {step}")
                 self._world.saved = Checkpoint(
@@ -126,7 +126,7 @@ class FakeWriter(Actor):
                     history=history.until(step),
                 )
                 return self._world.saved.path
-            case Flush() | Prune():
+            case FlushCheckpoints() | Prune():
                 return self._world.saved.step if self._world.saved else 0
         return await super().receive(message)
 
@@ -234,7 +234,7 @@ class Run:
         for _ in range(times):
             await self.training.ask(Advance(), timeout_s=30)
             if self.world.disk.is_set():
-                await self.writer.ask(Flush(), timeout_s=30)
+                await self.writer.ask(FlushCheckpoints(), timeout_s=30)
         return list(self.world.events)
 
 

@@ -33,7 +33,7 @@ from services.pool.maintenance.backup.backup import (
     write_records,
 )
 from services.pool.maintenance.backup.manifests import (
-    Manifest,
+    BackupManifest,
     manifest_of,
     read_manifest,
     write_manifest,
@@ -133,7 +133,7 @@ class Chain:
         self._increments: list[Opened] = []
         self.size_bytes = size_bytes
         """Size of all files."""
-        self.manifest: Manifest
+        self.manifest: BackupManifest
         """Manifest of the last backup."""
 
     @classmethod

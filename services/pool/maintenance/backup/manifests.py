@@ -27,7 +27,7 @@ CLOCK_S = 5.0
 """Largest difference between the clocks of pool hosts."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
     """One backup."""
 
     backup_id: str
@@ -50,9 +50,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the file of an increment."""
 
 
-def manifest_of(records: Records, *, taken_unix_s: float) -> Manifest:
+def manifest_of(records: Records, *, taken_unix_s: float) -> BackupManifest:
     """Returns the manifest of a full backup of a snapshot."""
-    return Manifest(
+    return BackupManifest(
         backup_id=uuid.uuid4().hex,
         shard=records.meta_text(SHARD_KEY),
         lineage=records.meta_text(LINEAGE_KEY),
@@ -75,7 +75,7 @@ def _steps(records: Records) -> list[tuple[int, float]]:
     return list(steps.items())
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: Path, manifest: BackupManifest) -> None:
     """Stores it in a directory that has no name yet, or replaces it atomically."""
     unfinished = directory / f".{MANIFEST}.unfinished"
     with unfinished.open("wb") as file:
@@ -85,12 +85,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     unfinished.replace(directory / MANIFEST)
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> BackupManifest:
     """Returns the manifest of a backup. Raises `ConfigError` without one, `DataLoss` for a damaged
     one."""
     path = directory / MANIFEST
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(path.read_bytes(), type=BackupManifest)
     except FileNotFoundError:
         raise ConfigError(
             f"{directory} has no {MANIFEST}: it is not a backup, or one of an earlier release"
@@ -106,7 +106,7 @@ def draw_new_id(directory: Path) -> None:
         write_manifest(directory, msgspec.structs.replace(manifest, backup_id=uuid.uuid4().hex))
 
 
-def common_step(manifests: Sequence[Manifest]) -> int:
+def common_step(manifests: Sequence[BackupManifest]) -> int:
     """Returns the highest step whose groups are trained in all of these backups; 0 without one.
 
     One backup a shard. A step k is complete in every shard before step k+1 begins to commit. So

@@ -22,7 +22,7 @@ from pathlib import Path
 from forge.core.errors import ConfigError, DataLoss, FailedPrecondition
 from services.pool.maintenance.backup.backup import Progress, backup, check, room, shard_name
 from services.pool.maintenance.backup.increments import MAX_CHAIN, back_up_changes
-from services.pool.maintenance.backup.manifests import Manifest, read_manifest
+from services.pool.maintenance.backup.manifests import BackupManifest, read_manifest
 from services.pool.maintenance.integrity import Damage
 from services.pool.storage.environment.file_locks import unfinished
 
@@ -32,7 +32,7 @@ class Backup:
     """A complete backup."""
 
     directory: Path
-    manifest: Manifest
+    manifest: BackupManifest
 
     @property
     def is_full(self) -> bool:

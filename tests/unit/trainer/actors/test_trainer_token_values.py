@@ -18,9 +18,9 @@ from forge.v1 import trainer_pb2 as pb
 from services.trainer.actors import token_values
 from services.trainer.actors.token_values import (
     ForgetAfter,
-    Keep,
     KeptTokenValues,
     ReadValues,
+    StoreValues,
     TokenValueStore,
     expire,
 )
@@ -142,7 +142,7 @@ def test_full_mailbox_loses_values_and_no_rewind() -> None:
     kept.keep(of_step(0), batch(), step=5, version=5)
     kept.rewound(3)
     kept.keep(of_step(0), batch(), step=4, version=4)
-    assert [type(one) for one in store.messages] == [Keep]
+    assert [type(one) for one in store.messages] == [StoreValues]
     store.messages.clear()
     store.room = 9
     kept.keep(of_step(0), batch(), step=5, version=5)

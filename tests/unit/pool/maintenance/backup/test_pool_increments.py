@@ -18,7 +18,7 @@ from services.pool.maintenance.backup.backup import backup
 from services.pool.maintenance.backup.backup_erasure import erase_in
 from services.pool.maintenance.backup.increments import CHANGES, back_up_changes
 from services.pool.maintenance.backup.manifests import (
-    Manifest,
+    BackupManifest,
     common_step,
     read_manifest,
     write_manifest,
@@ -234,8 +234,8 @@ def test_chain_of_an_earlier_schema_is_restored(open_store: Open, tmp_path: Path
     assert records_of(tmp_path / "restored")[Table.LABELS]
 
 
-def manifest(shard: str, taken_unix_s: float, *steps: tuple[int, float]) -> Manifest:
-    return Manifest(
+def manifest(shard: str, taken_unix_s: float, *steps: tuple[int, float]) -> BackupManifest:
+    return BackupManifest(
         backup_id=shard, shard=shard, lineage="x", taken_unix_s=taken_unix_s, steps=steps
     )
 
