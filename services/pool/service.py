@@ -39,8 +39,8 @@ Page = TypeVar("Page")
 FULL_NAME = "forge.v1.PoolService"
 REPLICA_FULL_NAME = "forge.v1.PoolReplicaService"
 SCOPES = {
-    # Only services write. Of people administrators alone read whole trajectories, and erase them;
-    # a trainer's ranks read what they train.
+    # Only services write. Only administrators and a trainer's ranks read whole trajectories; only
+    # administrators erase them.
     "ScanGroups": "operator",
     "LookUpGroups": "operator",
     "GetSummaries": "operator",

@@ -354,7 +354,7 @@ def _apply(command: Command, records: Records) -> Any:
 def _settle_names(records: Records, wanted: str) -> str:
     """The shard's name; generates it and a lineage if there is none."""
     if not records.meta_text(LINEAGE_KEY):
-        # Replicas of before had one in their own account alone.
+        # Replicas of earlier releases have one in their own state only.
         drawn = replica_state(records).lineage or uuid.uuid4().hex
         records.put(Table.META, LINEAGE_KEY, drawn.encode())
     name = records.meta_text(SHARD_KEY)

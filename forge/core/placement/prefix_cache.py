@@ -52,7 +52,7 @@ class Placed:
 
 
 class IndexListener(Protocol):
-    """Hears of every change of the index, in order."""
+    """Observes every change of the index, in order."""
 
     def stored(self, chains: list[bytes]) -> None:
         """New blocks, by their chain hashes."""

@@ -89,7 +89,7 @@ class ReviewCanary:
     """
 
     finished: bool = False
-    """The run has ended: nothing more is trained by which a canary could be judged."""
+    """The run has ended: no further training can judge a canary."""
 
 
 class Steering(Actor):

@@ -63,7 +63,7 @@ class HeldFiles:
         with self._or_removed(one.weight_version):
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            # In segments the version travels no more: this file has it whole.
+            # Workers get the version whole, from this file, and no longer in segments.
             announcement = msgspec.structs.replace(one.announcement, segments=())
             about = _Published(announcement=announcement, published_unix_s=one.published_unix_s)
             _write(unfinished / _TENSORS, (tensor.data for tensor in weights.tensors))
