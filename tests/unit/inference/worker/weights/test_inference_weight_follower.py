@@ -74,7 +74,7 @@ class Context:
     async def announce(self) -> None:
         return
 
-    def get(self, address: str) -> Any:
+    def stub(self, make: Any, address: str) -> Any:
         self.asked.put_nowait(address)
         raise Unavailable(f"{address} is of no use here")
 
