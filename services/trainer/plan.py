@@ -87,7 +87,7 @@ def _size(option: str, path: Path, **settings: Any) -> ModelSize:
     require_model(option, str(path))
     try:
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise InvalidArgument(f"{option} {path}: {reason}") from error
     return size_of(config, **settings)

@@ -93,4 +93,7 @@ def nearest_existing(path: Path) -> Path:
 def require_model(key: str, path: str) -> None:
     """Raises `ConfigError` for a directory without a model's config.json; "" is not checked."""
     if path and not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{key} = {path!r} is not a model directory: it has no config.json")
+        hint = ""
+        if (Path(path) / "adapter_config.json").is_file():
+            hint = ", only LoRA adapters: merge them into their base model first"
+        raise ConfigError(f"{key} = {path!r} is not a model directory: it has no config.json{hint}")

@@ -64,7 +64,10 @@ class ChatModel:
     ) -> None:
         """Raises `ConfigError` when the tokenizer has no chat template."""
         if not tokenizer.chat_template:
-            raise ConfigError(f"model {name}: the tokenizer has no chat template")
+            raise ConfigError(
+                f"model {name}: the tokenizer has no chat template; add a "
+                "chat_template.jinja to its directory, or use an instruction-tuned model"
+            )
         self.name = name
         self.context_tokens = context_tokens
         self.stop_ids = frozenset(stop_ids)

@@ -91,7 +91,10 @@ def load_model(
     require_model(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except SafetensorError as error:
+        text = f"a weights file is damaged or incomplete, copy it again: {error}"
+        raise InvalidArgument(f"model_path = {str(path)!r}: {text}") from error
+    except (OSError, ValueError, RuntimeError) as error:
         raise InvalidArgument(f"model_path = {str(path)!r}: {error}") from error
     return model.eval().to(device)
 
@@ -108,7 +111,8 @@ def check_family(model_path: str) -> None:
     """Raises `ConfigError`, in one line, for a model that cannot be trained; reads no weights."""
     try:
         check_config(AutoConfig.from_pretrained(model_path))
-    except (InvalidArgument, OSError, ValueError, KeyError) as error:
+    # AttributeError: a dtype in config.json that torch does not have.
+    except (InvalidArgument, OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"model_path = {model_path!r}: {error}") from error
 
 

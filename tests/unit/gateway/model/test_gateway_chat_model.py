@@ -57,7 +57,7 @@ def test_incomplete_directory_is_named(tmp_path: Path) -> None:
         ChatModel.load(str(tmp_path))
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(ConfigError, match=r"no chat template; add a chat_template\.jinja"):
         ChatModel.load(str(tmp_path))
 
 

@@ -59,6 +59,16 @@ def test_default_settings_have_no_problem(
         ("pool", "--host=10.1.2.3", "host = '10.1.2.3' is not a loopback address, so TLS is"),
         ("pool", "--etcd=10.1.2.3:1", "etcd = '10.1.2.3:1' is plaintext beyond loopback: write"),
         ("trainer", "--model-path={tmp}", "model_path = '{tmp}' is not a model directory: it has"),
+        (
+            "trainer",
+            "--model-path={tmp}/lora",
+            "model_path = '{tmp}/lora' is not a model directory: it has no config.json, only LoRA",
+        ),
+        (
+            "trainer",
+            "--model-path={tmp}/odd",
+            "model_path = '{tmp}/odd': module 'torch' has no attribute 'float7'",
+        ),
         ("trainer", "--device=cuda:99", "device = 'cuda:99' is not available on rank 0: "),
         ("trainer", "--evaluation.tasks={tmp}/file", "{tmp}/file holds no task"),
         ("trainer", "--metrics-file={tmp}/file/m", "metrics_file = '{tmp}/file/m': {tmp}/file: N"),
@@ -102,6 +112,10 @@ def test_problem_is_one_line_with_the_setting(
         "class D:\n    name = scaffold = 'd'\nclass E:\n    def __init__(self, path): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/adapter_config.json").write_text("{}")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/config.json").write_text('{"model_type": "qwen3", "dtype": "float7"}')
     for name in ("raises", "ends", "typo", "half"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert checked(service, [words.format(tmp=tmp_path)], monkeypatch) == startup.CANNOT_START

@@ -22,7 +22,7 @@ def read_config(model_path: str) -> Any:
         raise InvalidArgument(f"model_path = {model_path!r}: there is no config.json in it")
     try:
         return AutoConfig.from_pretrained(model_path)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, AttributeError) as error:
         raise InvalidArgument(f"model_path = {model_path!r}: {error}") from error
 
 
