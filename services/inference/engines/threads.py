@@ -1,10 +1,12 @@
-"""Work on memory that two processes share, on a thread."""
+"""Work on threads that an engine waits for, or that may hang."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import suppress
+from threading import Thread
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -17,3 +19,27 @@ async def run_to_end(function: Callable[[], Result]) -> Result:
         return await asyncio.shield(running)
     finally:
         await asyncio.wait({running})
+
+
+async def run_detached(function: Callable[[], Result], *, name: str) -> Result:
+    """Run a function that may hang, on a thread that does not delay the end of the process. A
+    caller that is cancelled leaves it alone."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Result] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        if not ended.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        outcome: tuple[Callable[[Any], None], object]
+        try:
+            outcome = ended.set_result, function()
+        except Exception as error:
+            outcome = ended.set_exception, error
+        # The event loop may have ended before.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return await ended

@@ -159,10 +159,11 @@ class LlmAnswer:
                 raise WrongAnswer("tensorrt_llm's decode does not begin with prefill's token")
             seen += self._take(output, leg, seen)
             if is_cancelled(output):
-                self._note_end(empty=seen == start)
-                return
+                break
             self.finish = read_finish(output)
             self._news.set()
+        if self.finish is None:
+            self._note_end(empty=seen == start)
 
     def _take(self, output: Any, leg: Leg, seen: int) -> int:
         found = read_tokens(output, start=seen, sampling=self._sampling)

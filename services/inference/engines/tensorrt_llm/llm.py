@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from forge.core.errors import ForgeError, Unavailable, UnsupportedByEngines
@@ -34,12 +35,16 @@ from services.inference.engines.tensorrt_llm.weights.weight_update import (
     WeightUpdate,
     staged_update,
 )
+from services.inference.engines.threads import run_detached
 
 _FAILURES_OF_A_DEAD_ENGINE = 3
 """Failed requests in a row before the engine must prove that it lives."""
 _PROOF_S = 120.0
 _ABORT_S = 10.0
 """Longest wait for the library's end of an aborted request."""
+_STARTS = 3
+"""Longest time of a restart, in times of the first start."""
+_THREAD = "tensorrt_llm"
 
 
 class EngineDied(Exception):
@@ -122,6 +127,8 @@ class Llm:
         self._ranks = Ranks(lambda: self.engine, timeout_s=settings.update_timeout_s)
         self._snapshot: Fitting | None = None
         """The last whole version, to start again with."""
+        self._start_s = 0.0
+        """Time of the first start."""
         self._load_s = 0.0
         """Time that the ranks took to load the last version; 0 before the first."""
         self._failures = 0
@@ -138,9 +145,11 @@ class Llm:
         """Start the library's engine, without weights of ours."""
         began_s = time.monotonic()
         # The constructor imports, checks and may start Ray: seconds to minutes.
-        created = await asyncio.to_thread(self.library.async_llm, **self._arguments)
-        self._llm = await created
-        log.info("tensorrt_llm_started", start_s=round(time.monotonic() - began_s, 3))
+        create = partial(self.library.async_llm, **self._arguments)
+        self._llm = await (await run_detached(create, name=_THREAD))
+        took_s = time.monotonic() - began_s
+        self._start_s = self._start_s or took_s
+        log.info("tensorrt_llm_started", start_s=round(took_s, 3))
 
     async def close(self) -> None:
         """End the library's engine; all legs fail."""
@@ -148,7 +157,7 @@ class Llm:
             self._proof.cancel()
         llm, self._llm = self._llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            await run_detached(llm.shutdown, name=_THREAD)
 
     @asynccontextmanager
     async def leg(
@@ -271,7 +280,8 @@ class Llm:
 
     async def _be_alone(self) -> None:
         """End or await all legs. Raises `Unavailable` if they do not end in time; a leg that can be
-        paused, or computes a prompt alone, hangs in the library, which then starts again."""
+        paused, or computes a prompt alone, hangs in the library, which then starts again. So it
+        does after a pause that failed: it would refuse all requests."""
         try:
             async with asyncio.timeout(self._settings.update_timeout_s):
                 await self._quiesce()
@@ -283,6 +293,12 @@ class Llm:
                 f"{left} requests did not end within tensorrt_llm.update_timeout_s = "
                 f"{self._settings.update_timeout_s:g}"
             ) from None
+        except ForgeError:
+            raise
+        except Exception as error:  # Any error of the library.
+            await self._restart()
+            failed = f"the pause failed: {type(error).__name__}: {error}"
+            raise Unavailable(f"engine 'tensorrt_llm': {failed}") from error
 
     async def _quiesce(self) -> None:
         """Wait until no leg runs; end those that can continue later."""
@@ -302,10 +318,12 @@ class Llm:
         """Start again with the last whole version. A second failure ends the worker."""
         RESTARTS.inc()
         try:
-            # A rank that hangs would delay its end forever.
-            async with asyncio.timeout(self._settings.update_timeout_s):
+            # A rank that hangs would delay its end, or the start, forever.
+            limit_s = self._settings.update_timeout_s
+            async with asyncio.timeout(limit_s):
                 await self.close()
-            await self.start()
+            async with asyncio.timeout(max(limit_s, _STARTS * self._start_s)):
+                await self.start()
             if self._snapshot is not None:
                 async with staged_update(self._snapshot, self._ranks, self._settings) as update:
                     await update.apply(drain=self._drain())

@@ -292,10 +292,11 @@ class VllmEngine:
                 self._refused.discard(version)
                 self._served, self.version = staged, version
                 await self._log_drafts()
-            except ForgeError:
+            except BaseException as error:
                 if self._salt != salt:
                     self._refused.add(version)
-                    await self._return_to_served()
+                    if isinstance(error, ForgeError):
+                        await self._return_to_served()
                 raise
             finally:
                 trial.set_result(None)

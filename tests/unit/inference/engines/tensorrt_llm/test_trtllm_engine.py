@@ -35,6 +35,7 @@ from tests.contract.engines import (
 )
 from tests.support.inference.tensorrt_llm import both, core_of, load, started
 from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour
+from tests.support.inference.tensorrt_llm_fake.executor.result import GenerationResult
 from tests.support.runtime.waiting import until
 
 LONG = replace(GREEDY, max_tokens=300)
@@ -353,6 +354,21 @@ async def test_request_that_the_library_refuses_costs_no_worker(
                 await both(engine).sample(prompt_ids(30))
         assert len((await both(engine).sample(prompt_ids(9))).ids) == 16
         assert not engine._llm.died.done()
+
+
+async def test_request_that_the_library_ends_without_a_reason_moves(
+    behaviour: Behaviour, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not sent again forever."""
+
+    async def end(_: GenerationResult) -> None:
+        raise StopAsyncIteration
+
+    async with started(model_path, Role.BOTH) as engine:
+        await load(engine)
+        monkeypatch.setattr(GenerationResult, "__anext__", end)
+        with pytest.raises(Unavailable, match="4 times without a reason"):
+            await both(engine).sample(prompt_ids(20))
 
 
 async def test_requests_that_fail_by_themselves_cost_no_worker(

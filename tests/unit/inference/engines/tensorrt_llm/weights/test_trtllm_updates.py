@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -179,6 +180,29 @@ async def test_failed_rank_restarts_from_the_last_version(
         assert not STAGED_BYTES._value.get()
 
 
+async def test_failed_pause_restarts_from_the_last_version(
+    behaviour: Behaviour, model_path: Path
+) -> None:
+    """Paused, the library would refuse all requests. Those in flight move to other workers."""
+    async with started(model_path, Role.BOTH, tensor_parallel=2) as engine:
+        await load(engine)
+        ids = prompt_ids(40)
+        engines_before = len(async_llm.started)
+        with held_answers(20) as held:
+            moving = asyncio.create_task(both(engine).sample(ids, replace(GREEDY, max_tokens=60)))
+            await until(lambda: engine.status().running == 1)
+            behaviour.raising["wait_for_engine_idle"] = 1
+            with pytest.raises(Unavailable, match="the pause failed: RuntimeError: rank 1"):
+                await load(engine, seed=1, version=2)
+            held.free()
+        with suppress(Unavailable):
+            await moving
+        assert len(async_llm.started) == engines_before + 1
+        assert is_greedy(reference("qwen3"), ids, (await both(engine).sample(ids)).ids)
+        await load(engine, seed=1, version=3)
+        assert is_greedy(reference("qwen3", seed=1), ids, (await both(engine).sample(ids)).ids)
+
+
 def impatient(engine: TensorRtLlm) -> TensorRtLlmSettings:
     """Its settings with a short `update_timeout_s`."""
     return replace(engine._llm._settings, update_timeout_s=0.5)
@@ -205,6 +229,29 @@ async def test_library_that_does_not_end_ends_the_worker(
             with pytest.raises(Unavailable, match="rank 0"):
                 await load(engine, seed=1, version=2)
             assert "cannot start again" in str(await engine._llm.died)
+        finally:
+            released.set()
+
+
+async def test_restart_that_hangs_ends_the_worker(
+    behaviour: Behaviour, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's constructor may wait forever for a rank. Requests would wait with it."""
+    async with started(model_path, Role.BOTH) as engine:
+        await load(engine)
+        llm = engine._llm
+        monkeypatch.setattr(llm, "_settings", impatient(engine))
+        monkeypatch.setattr(llm, "_start_s", 0.0)
+        released = Event()
+        hanging = SimpleNamespace(
+            async_llm=lambda **_: released.wait(60), features=llm.library.features
+        )
+        monkeypatch.setattr(llm, "library", hanging)
+        behaviour.raising["load_forge_bucket"] = 0
+        try:
+            with pytest.raises(Unavailable, match="rank 0"):
+                await load(engine, seed=1, version=2)
+            assert "cannot start again: TimeoutError" in str(await llm.died)
         finally:
             released.set()
 
