@@ -21,7 +21,7 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.weights.service import HeldWeights
 
 _BLOCK_ITEMS = 1 << 22
-_SAMPLED_RUNS, _RUN_ITEMS = 256, 256
+_SAMPLED_RUNS, _RUN_ITEMS = 128, 128
 """Compared first: a tensor that changed nearly everywhere costs no more. Single elements, evenly
 spread, would read as much memory as all of them."""
 _HEAD = struct.Struct("<III")

@@ -28,9 +28,11 @@ from forge.v1.inference_pb2_grpc import WeightServiceServicer
 FULL_NAME = "forge.v1.WeightService"
 GROUP_PARTS = 1024
 """Most slices of one message."""
-_BULK_SLICES = 4
-BULK_BYTES = _BULK_SLICES * SLICE_BYTES
-"""Most data of one message that follows on a bulk connection; each slice has its digest."""
+BULK_BYTES = 4 * SLICE_BYTES
+"""Most data of one `TensorSlice` that follows on a bulk connection; each MiB has its digest."""
+_MESSAGE_SLICES = 16
+_MESSAGE_BYTES = _MESSAGE_SLICES * SLICE_BYTES
+"""Most data of one message that follows. A message costs as much CPU time as some MiB of data."""
 _LEAST_BULK_BYTES = 16 << 10
 """Smaller slices are cheaper in the message."""
 
@@ -105,8 +107,8 @@ class Arriving(Protocol):
         base_version: int,
         most_bytes: int,
     ) -> AsyncIterator[list[Part]]:
-        """Yield slices from a byte of a tensor on, as they arrive, at most `most_bytes` together,
-        a multiple of `SLICE_BYTES`; deltas against `base_version` where there are any. Raises
+        """Yield slices from a byte of a tensor on, as they arrive, each up to `BULK_BYTES`, at most
+        `most_bytes` together; deltas against `base_version` where there are any. Raises
         `NotFound`."""
 
 
@@ -184,7 +186,7 @@ class WeightServicer(WeightServiceServicer):
                 request.from_tensor,
                 request.from_byte,
                 base_version=request.base_version if request.groups else 0,
-                most_bytes=_most_bytes(request),
+                most_bytes=_MESSAGE_BYTES if request.bulk else SLICE_BYTES,
             )
             async for group in arriving:
                 for message in _responses(request, _grouped(request, group)):
@@ -335,7 +337,7 @@ def _delta_runs(tensors: Sequence[NamedTensor], first: int) -> Iterator[list[int
         range(first, len(tensors)),
         size_of=lambda at: len(tensors[at].data),
         max_items=GROUP_PARTS,
-        max_bytes=BULK_BYTES,
+        max_bytes=_MESSAGE_BYTES,
     )
 
 
@@ -343,9 +345,9 @@ def _grouped(request: FetchWeightsRequest, parts: Iterable[Part]) -> Iterator[li
     """Yield groups with at most `SLICE_BYTES` in the message: many small tensors in one."""
     return chunked(
         parts,
-        size_of=lambda part: len(part.data) * (1 if _follows(request, part) else _BULK_SLICES),
+        size_of=lambda part: len(part.data) * (1 if _follows(request, part) else _MESSAGE_SLICES),
         max_items=GROUP_PARTS,
-        max_bytes=BULK_BYTES,
+        max_bytes=_MESSAGE_BYTES,
     )
 
 

@@ -61,7 +61,7 @@ class SteeredTrainer:
             fence=lambda: fence,
             workers=all_workers,
             served=ServedVersions(
-                WeightClient(Channels(SECURITY), BulkClient(SECURITY, enabled=True), silence_s=0.3)
+                WeightClient(Channels(SECURITY), BulkClient(SECURITY, enabled=True), silence_s=60.0)
             ),
             canary=canary,
         )

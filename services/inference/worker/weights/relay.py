@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from forge.core.errors import NotFound
-from forge.runtime.weights import GROUP_PARTS, SLICE_BYTES, Part
+from forge.runtime.weights import BULK_BYTES, GROUP_PARTS, SLICE_BYTES, Part
 from forge.runtime.weights.assembly import WeightAssembly
 
 ANNOUNCEMENT_S = 5.0
@@ -84,7 +84,7 @@ class WeightRelay:
                 from_byte,
                 base_version=base_version,
                 in_delta=in_delta,
-                slice_bytes=most_bytes,
+                slice_bytes=min(most_bytes, BULK_BYTES),
             )
             group = _group(ready, most_bytes)
             if group:

@@ -90,18 +90,18 @@ async def test_segments_of_two_ranks_arrive_over_two_connections() -> None:
 async def test_workers_relay_over_bulk_connections_what_arrives_over_one() -> None:
     """The second worker has the slices of the first before the fetch of that one ends."""
     stopped = asyncio.Event()
-    weights = {"a": RANDOM.randbytes(12 * MIB)}
-    async with bulk_source(weights, hook=halting(9, stopped)) as (_, address):
+    weights = {"a": RANDOM.randbytes(36 * MIB)}
+    async with bulk_source(weights, hook=halting(33, stopped)) as (_, address):
         first, second = Worker(silence_s=60.0, name="w0"), Worker(silence_s=60.0, name="w1")
         relay = await first.serve()
         second.show([relay], version=1)
         for worker in (first, second):
             worker.publish(1, weights, source=address)
         await stopped.wait()
-        # Messages have up to 4 MiB.
-        await until(lambda: fetched_bytes(second) == 8 * MIB)
+        # Messages have up to 16 MiB.
+        await until(lambda: fetched_bytes(second) == 32 * MIB)
         assert not first.follower.weights
-        assert second.follower._fetch._assembly.bulk_bytes == 8 * MIB  # type: ignore[union-attr]
+        assert second.follower._fetch._assembly.bulk_bytes == 32 * MIB  # type: ignore[union-attr]
         await second.stop()
         await first.stop()
 
