@@ -179,12 +179,14 @@ def _memory() -> Finding:
 
 
 def _files() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Finding(
-        ok=soft >= 1024,
-        text=f"{soft} open files allowed",
-        remedy="Raise it with `ulimit -n 4096`.",
-    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "Raise it with `ulimit -n 4096`."
+    if 0 <= hard < 4096:
+        remedy = (
+            f"Only root raises the hard limit of {hard}: nofile in /etc/security/limits.conf, "
+            "LimitNOFILE of a unit, --ulimit of a container."
+        )
+    return Finding(ok=soft >= 1024, text=f"{soft} open files allowed", remedy=remedy)
 
 
 def _sandbox() -> Finding:

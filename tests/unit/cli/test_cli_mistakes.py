@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import runpy
 import tomllib
 from importlib import metadata
@@ -110,6 +111,25 @@ def test_doctor_names_an_unusable_root(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path / "file" / "root")])
     assert ended.exit_code == 1
     assert f"BAD {tmp_path}/file is not a writable directory" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("hard", "remedy"),
+    [
+        (resource.RLIM_INFINITY, "Raise it with `ulimit -n 4096`."),
+        (20_000, "Raise it with `ulimit -n 4096`."),
+        (64, "Only root raises the hard limit of 64: nofile in /etc/security/limits.conf, "),
+    ],
+)
+@pytest.mark.usefixtures("light_torch")
+def test_doctor_names_the_way_to_more_open_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hard: int, remedy: str
+) -> None:
+    """`ulimit` alone does not raise the hard limit."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
+    ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path)])
+    assert ended.exit_code == 1
+    assert f"BAD 64 open files allowed\n    {remedy}" in ended.stdout
 
 
 def test_doctor_names_unfit_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

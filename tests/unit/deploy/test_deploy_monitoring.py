@@ -56,12 +56,28 @@ def test_query_reads_existing_metrics_and_labels(title: str, expression: str, sh
     labels = set(OF_TARGETS)
     for name, selectors in _SELECTED.findall(expression):
         own = set(labels_of(name)) | OF_TARGETS
-        assert set(re.findall(r"(\w+)!?=", selectors)) <= own, name
+        assert set(re.findall(r"(\w+)\s*[!=][=~]?", selectors)) <= own, name
         labels |= own
     for kept in _KEPT.findall(expression):
         assert set(re.findall(r"\w+", kept)) <= labels
         labels = set(re.findall(r"\w+", kept))
     assert set(_SHOWN.findall(shown)) <= labels
+
+
+def test_queries_select_values_that_the_code_has() -> None:
+    """A misspelled value of a label would leave an alert silent forever, too."""
+    modules = [path for part in ("forge", "services") for path in (ROOT / part).rglob("*.py")]
+    source = "\n".join(path.read_text() for path in modules)
+    selected = {
+        value
+        for _, expression, _ in queries()
+        for selectors in re.findall(r"\b(?:forge_\w+|up)\{([^}]*)\}", expression)
+        for values in re.findall(r'"([^"]*)"', selectors)
+        for value in values.split("|")
+        if value != "$cluster"
+    }
+    assert {"running", "infrastructure", "gateway"} <= selected
+    assert {value for value in selected if f'"{value}"' not in source} == set()
 
 
 def test_each_alert_has_its_section_in_the_run_book() -> None:
