@@ -101,6 +101,9 @@ class KvFetch:
             try:
                 fetch = getattr(local, "local_kv", local.fetch_kv)
                 held: KvSpan = await fetch(self._request.request_id, from_token=from_token)
+                if from_token and held.version != self._fetcher.version:
+                    # Other prompts of new weights have been cached since the read of this one.
+                    raise OtherWeights(f"the prompt is of weights {held.version}, its prefix not")
                 local.release(self._request.request_id)
                 return held
             except NotFound:

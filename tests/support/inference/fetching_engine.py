@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
-from services.inference.engines.base import FetchKv, KvSpan, ModelLimits, Piece
+from services.inference.engines.base import EngineStatus, FetchKv, KvSpan, ModelLimits, Piece
 from services.inference.engines.capabilities import Capabilities
 
 
@@ -18,9 +18,13 @@ class FetchingEngine:
         engine="none", roles=frozenset({"decode"}), update="in_flight", draws="positional"
     )
     fetched: KvSpan | None = None
+    version = 0
 
     def __init__(self, *, records: bool = False) -> None:
         self.capabilities = replace(self.capabilities, routed_experts=records)
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(version=self.version, running=0)
 
     async def decode(
         self, prompt: Any, first: Any, fetch: FetchKv, *, stream: bool

@@ -17,7 +17,7 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference import kv_codec
-from services.inference.engines.base import KvSpan, RefusedHandOff, Tokens
+from services.inference.engines.base import KvSpan, OtherWeights, RefusedHandOff, Tokens
 from services.inference.engines.capabilities import EARLY_HAND_OFF
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 from tests.support.inference.fetching_engine import FetchingEngine
@@ -168,6 +168,22 @@ class Holding:
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
+
+
+async def test_own_prompt_of_other_weights_continues_no_cached_prefix() -> None:
+    """A worker of the role both reads it before a swap, and caches the prefix after it: it gets the
+    whole prompt, and meanwhile keeps it."""
+    engine, local = FetchingEngine(), Holding()
+    decode = DecodeServicer(
+        cast(Any, engine), Channels(SECURITY), silence_s=1.0, local=cast(Any, local)
+    )
+    fetch = decode.fetcher.fetch(pb.DecodeRequest(request_id="r", prefill=True), to_token=2)
+    engine.version = SPAN.version + 1
+    with pytest.raises(OtherWeights):
+        await fetch(1)
+    assert not local.released
+    assert await fetch(0) == SPAN
+    assert local.released == ["r"]
 
 
 @pytest.mark.parametrize(("early", "messages"), [(False, 2), (True, 5)])
