@@ -132,7 +132,7 @@ class TensorRtLlm:
             settings = TensorRtLlmSettings()
         limits = read_limits(options.model_path, context_tokens=options.context_tokens)
         arguments = engine_arguments(library, options, settings, role=role, limits=limits)
-        checkpoint = await asyncio.to_thread(read_checkpoint, options.model_path)
+        checkpoint = await asyncio.to_thread(read_checkpoint, options.model_path, library.features)
         holds = role is Role.PREFILL
         llm = Llm(
             library,

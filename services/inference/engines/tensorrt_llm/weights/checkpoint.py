@@ -22,6 +22,11 @@ from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.named_tensor import SAFETENSORS_DTYPES, NamedTensor
 from services.inference.engines.arriving import Form
 from services.inference.engines.base import BrokenWeights, UnfitWeights
+from services.inference.engines.tensorrt_llm.library.surface import Feature
+from services.inference.engines.tensorrt_llm.weights.block_scales import (
+    BlockScales,
+    read_block_scales,
+)
 
 if TYPE_CHECKING:
     from services.inference.engines.tensorrt_llm.weights.own_names import OwnNames
@@ -63,6 +68,8 @@ class Fitting:
     tensors: Mapping[str, NamedTensor]
     names: OwnNames | None = None
     """The way to the names of the checkpoint; None: `tensors` have them."""
+    scales: BlockScales | None = None
+    """The way to the types of the checkpoint; None: the library casts."""
 
     @property
     def rounded(self) -> bool:
@@ -71,14 +78,16 @@ class Fitting:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
+        """Bytes of each tensor; those of a quantized one are fewer."""
         return [memoryview(one.data).nbytes for one in self.tensors.values()]
 
     def loaded(self) -> Iterator[NamedTensor]:
-        """Yield the tensors as the checkpoint has them. Experts are copied, one layer at a time."""
-        if self.names is None:
-            return iter(self.tensors.values())
-        return self.names.converted(self.tensors)
+        """Yield the tensors as the checkpoint has them. Experts are copied, one layer at a time,
+        and quantized tensors, one at a time."""
+        found = iter(self.tensors.values())
+        if self.names is not None:
+            found = self.names.converted(self.tensors)
+        return found if self.scales is None else self.scales.converted(found)
 
     def fitting(self) -> Fitting:
         """Return itself."""
@@ -99,6 +108,8 @@ class Checkpoint:
     """Names that a version may lack: layers that draft, a tied head, constants."""
     quantization: str = ""
     """How its weights are quantized; empty: not at all."""
+    scales: BlockScales | None = None
+    """The quantization, if versions can be given it."""
 
     @property
     def rounded(self) -> bool:
@@ -143,16 +154,18 @@ class Checkpoint:
 
     def _fitting(self, found: Mapping[str, NamedTensor], *, version: int) -> Fitting:
         names = None
-        if not (found.keys() <= self.shapes.keys() or self.quantization):
+        converts = self.scales is not None or not self.quantization
+        if converts and not found.keys() <= self.shapes.keys():
             names = self._own_names(version)
         if names is None:
-            self._check({name: (one.dtype, one.shape) for name, one in found.items()}, version)
+            forms = {name: (one.dtype, one.shape) for name, one in found.items()}
             for tensor in found.values():
                 _check_size(tensor, version=version)
-            return Fitting(tensors=found)
-        own = names.fit(found, version=version)
-        self._check(names.stored(own), version)
-        return Fitting(tensors=own, names=names)
+        else:
+            found = names.fit(found, version=version)
+            forms = names.stored(found)
+        self._check(forms if self.scales is None else self.scales.forms(forms), version)
+        return Fitting(tensors=found, names=names, scales=self.scales)
 
     def _own_names(self, version: int) -> OwnNames | None:
         """Return the names of transformers' model; None if the checkpoint has the same."""
@@ -209,16 +222,18 @@ class Checkpoint:
             )
 
     def _advice(self) -> str:
-        if not self.quantization:
+        if not self.quantization or self.scales is not None:
             return ""
         return (
             f". The checkpoint is quantized ({self.quantization}), and nothing quantizes the "
-            "trainer's tensors: serve the checkpoint in 16 bits"
+            "trainer's tensors in this form, or for this version of the library: serve the "
+            "checkpoint in 16 bits"
         )
 
 
-def read_checkpoint(model_path: str) -> Checkpoint:
-    """Read the headers of a model directory. Raises `ConfigError` for one without weights."""
+def read_checkpoint(model_path: str, features: Set[Feature] = frozenset()) -> Checkpoint:
+    """Read the headers of a model directory, for a library with `features`. Raises `ConfigError`
+    for one without weights."""
     directory = Path(model_path)
     files = [file for file in sorted(directory.glob("*.safetensors")) if file.name not in _NO_MODEL]
     if not files:
@@ -238,12 +253,15 @@ def read_checkpoint(model_path: str) -> Checkpoint:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model_path = {model_path!r}: {file.name}: {error}") from None
     config = _read_json(directory / "config.json")
+    # Versions without the hooks cannot load parts of a quantized layer.
+    quantizes = Feature.UPDATE_HOOKS in features
     return Checkpoint(
         model_path=model_path,
         types=types,
         shapes=shapes,
         optional=frozenset(name for name in types if _is_optional(name, config)),
         quantization=_quantization(directory, config),
+        scales=read_block_scales(config, types, shapes) if quantizes else None,
     )
 
 
