@@ -75,23 +75,15 @@ class _NoTurn(Exception):
     """The agent ended without an answered model call."""
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class Attempts:
     """Runs leased rollouts concurrently."""
 
-    def __init__(
-        self,
-        *,
-        gateways: Gateways,
-        scaffolds: Scaffolds,
-        domain: Callable[[str], Domain],
-        scorer: Scorer,
-        limits: RolloutLimits,
-    ) -> None:
-        self._gateways = gateways
-        self._scaffolds = scaffolds
-        self._domain = domain
-        self._scorer = scorer
-        self._limits = limits
+    gateways: Gateways
+    scaffolds: Scaffolds
+    domain: Callable[[str], Domain]
+    scorer: Scorer
+    limits: RolloutLimits
 
     async def run(self, lease: pb.RolloutLease) -> RolloutResult:
         """Attempts the rollout; a result without an error means that it is sealed.
@@ -110,7 +102,7 @@ class Attempts:
         gateway: Gateway | None = None
         try:
             plan = await self._plan(lease)
-            gateway = await self._gateways.acquire(lease.trajectory_id)
+            gateway = await self.gateways.acquire(lease.trajectory_id)
             await self._attempt(lease, plan, gateway)
         except asyncio.CancelledError:
             if gateway:
@@ -124,22 +116,22 @@ class Attempts:
             kind = kind_of_error(error)
             if gateway:
                 if isinstance(error, Unavailable):
-                    self._gateways.avoid(gateway)
+                    self.gateways.avoid(gateway)
                 if kind is FailureKind.TASK and not isinstance(error, _Permanent | OutOfTime):
                     kind = await self._kind_by_gateway(lease, gateway, result)
                 await self._abandon(lease, gateway, abandon_reason(kind, result.error))
             result.kind = _KINDS[kind]
         finally:
             if gateway:
-                self._gateways.release(gateway)
+                self.gateways.release(gateway)
         return result
 
     async def _plan(self, lease: pb.RolloutLease) -> _Plan:
         """Raises `_Permanent` if no runner with these settings can run this lease."""
         try:
             return _Plan(
-                scaffold=await self._scaffolds.get(lease.task.scaffold),
-                domain=self._domain(lease.task.domain),
+                scaffold=await self.scaffolds.get(lease.task.scaffold),
+                domain=self.domain(lease.task.domain),
                 payload=_payload(lease.task.payload_json),
             )
         except (NotFound, ConfigError, InvalidArgument) as error:
@@ -165,7 +157,7 @@ class Attempts:
         try:
             transcript = await self._run_scaffold(plan, rollout, episode)
             ended_s = time.monotonic()
-            events = await self._scorer.score(plan.domain, episode, transcript, task)
+            events = await self.scorer.score(plan.domain, episode, transcript, task)
             return transcript, events, ended_s
         finally:
             await episode.close()
@@ -178,11 +170,11 @@ class Attempts:
 
         try:
             transcript = await within(
-                self._limits.rollout_s, plan.scaffold.run(rollout, episode), waited_s=waited_s
+                self.limits.rollout_s, plan.scaffold.run(rollout, episode), waited_s=waited_s
             )
         except OutOfTime:
             raise OutOfTime(
-                f"no end within {self._limits.rollout_s:g} s of the agent's own time"
+                f"no end within {self.limits.rollout_s:g} s of the agent's own time"
             ) from None
         except InvalidArgument as error:
             raise _Permanent(str(error)) from error
@@ -216,7 +208,7 @@ class Attempts:
             gateway=gateway,
             session_token=lease.session_token,
             max_turns=_number(payload, "max_turns", plan.domain.max_turns),
-            max_tokens=_number(payload, "max_tokens", self._limits.max_tokens),
+            max_tokens=_number(payload, "max_tokens", self.limits.max_tokens),
             temperature=payload.get("temperature"),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 from forge.core.errors import ForgeError
@@ -28,45 +29,39 @@ REFUSED_S: Final = 3600.0
 _EXPIRY = gauge("forge_runner_token_expires_unix_seconds", "Expiry of the runner's token.")
 
 
+@dataclass(eq=False, slots=True)
 class TokenRenewal:
     """Keeps the token of one runner valid."""
 
-    def __init__(
-        self,
-        bearer: Bearer,
-        scheduler: Callable[..., Awaitable[Any]],
-        *,
-        clock: Callable[[], float] = time.time,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        """`scheduler`: as `forge.agents.runner.Scheduler`."""
-        self._bearer = bearer
-        self._scheduler = scheduler
-        self._clock = clock
-        self._sleep = sleep
+    bearer: Bearer
+    scheduler: Callable[..., Awaitable[Any]]
+    """As `forge.agents.runner.Scheduler`."""
+    _: KW_ONLY
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     async def run(self) -> None:
         """Renews without end; a token without id or expiry never."""
         while True:
-            claims = self._bearer.claims
+            claims = self.bearer.claims
             _EXPIRY.set(claims.expires_unix_s)
             half_s = (claims.expires_unix_s - claims.issued_unix_s) / 2
-            left_s = claims.expires_unix_s - half_s - self._clock()
+            left_s = claims.expires_unix_s - half_s - self.clock()
             if claims.token_id and half_s > 0 and left_s <= 0:
-                await self._sleep(await self._renew())
+                await self.sleep(await self._renew())
             else:
-                await self._sleep(min(max(left_s, SHORTEST_S), CHECK_S))
+                await self.sleep(min(max(left_s, SHORTEST_S), CHECK_S))
 
     async def _renew(self) -> float:
         """Returns the pause before the next check."""
         try:
-            renewed = await self._scheduler("RenewToken", pb.RenewTokenRequest(), timeout_s=CALL_S)
+            renewed = await self.scheduler("RenewToken", pb.RenewTokenRequest(), timeout_s=CALL_S)
         except ForgeError as error:
-            expires_unix_s = self._bearer.claims.expires_unix_s
+            expires_unix_s = self.bearer.claims.expires_unix_s
             log.warning("token_not_renewed", error=str(error), expires_unix_s=expires_unix_s)
             return RETRY_S if error.retryable else REFUSED_S
         try:
-            self._bearer.renew(renewed.token)
+            self.bearer.renew(renewed.token)
         except OSError as error:
             log.warning("token_not_stored", path=error.filename, error=error.strerror)
         log.info("token_renewed", expires_unix_s=renewed.expires_unix_s)

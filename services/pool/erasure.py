@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from forge.runtime.rpc.server import current_claims
@@ -25,26 +26,18 @@ from services.pool.store import PoolStore
 FileOf = Callable[[], Awaitable[pool_pb2.EraseTrajectoriesResponse.Replica]]
 
 
+@dataclass(eq=False, slots=True)
 class Erasure:
     """Erases trajectories of the shard that this instance serves."""
 
-    def __init__(
-        self,
-        store: PoolStore,
-        writer: WriterRef,
-        readers: ReaderRef,
-        purger: Purger,
-        ledger: ErasureLedger,
-        *,
-        purge_follower: FileOf | None,
-    ) -> None:
-        """`purge_follower`: None for a shard without replicas."""
-        self._store = store
-        self._writer = writer
-        self._readers = readers
-        self._purger = purger
-        self._ledger = ledger
-        self._purge_follower = purge_follower
+    store: PoolStore
+    writer: WriterRef
+    readers: ReaderRef
+    purger: Purger
+    ledger: ErasureLedger
+    _: KW_ONLY
+    purge_follower: FileOf | None
+    """None for a shard without replicas."""
 
     async def run(
         self, request: pool_pb2.EraseTrajectoriesRequest
@@ -54,26 +47,26 @@ class Erasure:
         request.erasure_id = request.erasure_id or uuid.uuid4().hex
         entry = LedgerEntry.of(request, now_unix_s=time.time())
         # The ledger first: an erasure that is begun is completed, after a crash too.
-        await self._ledger.record(entry)
+        await self.ledger.record(entry)
         task_ids = list(request.task_ids)
         if not task_ids:
             look = partial(tasks_with, user=request.user, tag=request.tag)
-            task_ids = await self._readers.run(partial(self._store.read, look))
-        erased = await erase_tasks(self._writer, task_ids)
-        await note(self._writer, [entry])
+            task_ids = await self.readers.run(partial(self.store.read, look))
+        erased = await erase_tasks(self.writer, task_ids)
+        await note(self.writer, [entry])
         log.info(
             "trajectories_erased",
             by=current_claims().subject,
             erasure_id=entry.erasure_id,
-            pool_shard=self._store.shard,
+            pool_shard=self.store.shard,
             groups=erased.groups,
             trajectories=erased.trajectories,
         )
-        replicas = [await purged(self._store, self._purger)]
-        if self._purge_follower is not None:
-            replicas.append(await self._purge_follower())
+        replicas = [await purged(self.store, self.purger)]
+        if self.purge_follower is not None:
+            replicas.append(await self.purge_follower())
         return pool_pb2.EraseTrajectoriesResponse(
-            pool_shard=self._store.shard,
+            pool_shard=self.store.shard,
             groups=erased.groups,
             trajectories=erased.trajectories,
             turns=erased.turns,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,20 +51,14 @@ _TABLES = {
 }
 
 
+@dataclass(eq=False, slots=True)
 class GroupMover:
     """The moves of one shard, as source and as target."""
 
-    def __init__(
-        self,
-        store: PoolStore,
-        writer: WriterRef,
-        readers: ReaderRef,
-        pools: Remote[PoolServiceAsyncStub],
-    ) -> None:
-        self._store = store
-        self._writer = writer
-        self._readers = readers
-        self._pools = pools
+    store: PoolStore
+    writer: WriterRef
+    readers: ReaderRef
+    pools: Remote[PoolServiceAsyncStub]
 
     async def list_groups(self, request: pb.ListGroupsToMoveRequest) -> pb.ListGroupsToMoveResponse:
         """Groups that did not move."""
@@ -99,7 +94,7 @@ class GroupMover:
     async def import_groups(self, request: pb.ImportGroupsRequest) -> pb.ImportGroupsResponse:
         """Copies groups from the source. Raises StaleFence, Conflict, DataLoss, Unavailable."""
         validation.check_move(request.task_ids)
-        _, stub = await self._pools.pick(
+        _, stub = await self.pools.pick(
             where=lambda instance: instance.metadata.get("shard") == request.source_shard
         )
         answer = pb.ImportGroupsResponse()
@@ -122,13 +117,13 @@ class GroupMover:
             fence=request.fence,
             now_unix_s=time.time(),
         )
-        moved: list[str] = await self._writer.ask(command, timeout_s=_WRITE_S)
+        moved: list[str] = await self.writer.ask(command, timeout_s=_WRITE_S)
         MOVED_GROUPS.labels("out").inc(len(moved))
         return pb.MarkGroupsMovedResponse(moved=moved)
 
     async def write(self, command: Any) -> Any:
         """The writer's answer."""
-        return await self._writer.ask(command, timeout_s=_WRITE_S)
+        return await self.writer.ask(command, timeout_s=_WRITE_S)
 
     async def discard(self, task_id: str, *, fence: int) -> None:
         """Deletes an earlier copy of a group."""
@@ -138,7 +133,7 @@ class GroupMover:
             pass
 
     async def _read(self, look: Any) -> Any:
-        return await self._readers.run(partial(self._store.read, look))
+        return await self.readers.run(partial(self.store.read, look))
 
 
 class _Incoming:

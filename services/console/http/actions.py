@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -81,24 +82,17 @@ Perform = Callable[[Body, str], tuple[Message, Awaitable[Any]]]
 Reply = Callable[[web.Request, Any], Awaitable[web.Response]]
 
 
+@dataclass(eq=False, slots=True)
 class Actions:
     """The changes that this console can make."""
 
-    def __init__(
-        self,
-        operator: Operator,
-        steering: WeightSteering,
-        coordinator: Coordinator,
-        channels: Channels,
-        *,
-        timeout_s: float,
-    ) -> None:
-        """`timeout_s`: deadline of an action; a rollback writes a version to the trainer's disk."""
-        self._operator = operator
-        self._steering = steering
-        self._coordinator = coordinator
-        self._channels = channels
-        self._timeout_s = timeout_s
+    operator: Operator
+    steering: WeightSteering
+    coordinator: Coordinator
+    channels: Channels
+    _: KW_ONLY
+    timeout_s: float
+    """Deadline of an action; a rollback writes a version to the trainer's disk."""
 
     def add_to(self, app: web.Application, access: AccessRules, reply: Reply) -> None:
         """Add the routes."""
@@ -125,7 +119,7 @@ class Actions:
     ) -> None:
         code, reason = "OK", None
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 await call
         except TimeoutError:
             code = "DEADLINE_EXCEEDED"
@@ -146,16 +140,16 @@ class Actions:
     def _roll_back(self, body: Rollback, person: str) -> tuple[Message, Awaitable[Any]]:
         version = body.weight_version
         message = trainer_pb2.RollBackWeightsRequest(weight_version=version)
-        return message, self._steering.roll_back(version, on_behalf_of=person)
+        return message, self.steering.roll_back(version, on_behalf_of=person)
 
     def _start_canary(self, body: CanaryRequest, person: str) -> tuple[Message, Awaitable[Any]]:
         version, share = body.weight_version, body.share
         message = trainer_pb2.StartWeightCanaryRequest(weight_version=version, share=share)
-        call = self._steering.start_canary(version, share=share, on_behalf_of=person)
+        call = self.steering.start_canary(version, share=share, on_behalf_of=person)
         return message, call
 
     def _promote(self, body: Promotion, person: str) -> tuple[Message, Awaitable[Any]]:
-        call = self._steering.promote(on_behalf_of=person)
+        call = self.steering.promote(on_behalf_of=person)
         return trainer_pb2.PromoteWeightsRequest(), call
 
     def _set_activity(self, body: QueueActivity, person: str) -> tuple[Message, Awaitable[Any]]:
@@ -163,7 +157,7 @@ class Actions:
         if activity is None:
             raise InvalidArgument(f"activity must be one of {', '.join(_ACTIVITIES)}")
         message = scheduler_pb2.SetActivityRequest(activity=activity)
-        return message, self._operator.set_activity(activity)
+        return message, self.operator.set_activity(activity)
 
     def _drain(self, body: Drain, person: str) -> tuple[Message, Awaitable[Any]]:
         if role_of(body.kind) not in DRAINED_KINDS:
@@ -175,14 +169,14 @@ class Actions:
         message = scheduler_pb2.SetRunnerDrainingRequest(
             runner_id=body.instance, draining=body.draining, on_behalf_of=person
         )
-        call = self._operator.set_runner_draining(body.instance, body.draining, on_behalf_of=person)
+        call = self.operator.set_runner_draining(body.instance, body.draining, on_behalf_of=person)
         return message, call
 
     async def _set_draining(self, body: Drain, message: drain_pb2.SetDrainingRequest) -> None:
         """Raises `NotFound` for an instance that is not in discovery."""
-        for one in await self._coordinator.all_instances():
+        for one in await self.coordinator.all_instances():
             if (one.kind, one.instance_id) == (body.kind, body.instance):
-                stub: Any = self._channels.stub(drain_pb2_grpc.DrainServiceStub, one.address)
+                stub: Any = self.channels.stub(drain_pb2_grpc.DrainServiceStub, one.address)
                 async with translated():
                     await stub.SetDraining(message, timeout=DRAIN_S)
                 return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,32 +37,24 @@ REASON = "shard_lost"
 """Begin of the reason of each tombstone."""
 
 
+@dataclass(eq=False, slots=True)
 class LostShards:
     """The declarations of one term."""
 
-    def __init__(
-        self,
-        queue: ActorRef,
-        commits: ActorRef,
-        shards: PoolShards,
-        membership: ShardMembership,
-        coordinator: Coordinator,
-        record: OwnRecord,
-    ) -> None:
-        self._queue = queue
-        self._commits = commits
-        self._shards = shards
-        self._membership = membership
-        self._coordinator = coordinator
-        self._record = record
+    queue: ActorRef
+    commits: ActorRef
+    shards: PoolShards
+    membership: ShardMembership
+    coordinator: Coordinator
+    record: OwnRecord
 
     async def declare(self, shard: str) -> scheduler_pb2.DeclareShardLostResponse:
         """Raises NotFound, FailedPrecondition, Unavailable."""
-        stored, _ = await read_record(self._coordinator, shard)
-        if shard not in self._membership.known:
+        stored, _ = await read_record(self.coordinator, shard)
+        if shard not in self.membership.known:
             if stored is not None and stored.gone == LOST:
                 return scheduler_pb2.DeclareShardLostResponse()
-            names = ", ".join(sorted(self._membership.known)) or "none"
+            names = ", ".join(sorted(self.membership.known)) or "none"
             raise NotFound(f"pool shard {shard!r} is not known; there are: {names}")
         self._check_absent(shard)
         found: OnShard = await self._ask(GroupsOn(shard=shard))
@@ -75,27 +67,25 @@ class LostShards:
         # It may have started meanwhile; once marked it is refused.
         self._check_absent(shard)
         if stored is not None:
-            self._shards.forget_store(stored.lineage)
+            self.shards.forget_store(stored.lineage)
         lineage = "" if stored is None else stored.lineage
-        await mark_gone(
-            self._coordinator, shard, gone=LOST, lineage=lineage, now_unix_s=time.time()
-        )
-        await self._record.remove_shards({shard})
-        self._membership.remove(shard)
+        await mark_gone(self.coordinator, shard, gone=LOST, lineage=lineage, now_unix_s=time.time())
+        await self.record.remove_shards({shard})
+        self.membership.remove(shard)
         # A repeated command finds the shard gone, and does not send this again.
-        await ask_until_handled(self._queue, RemoveShard(shard=shard))
+        await ask_until_handled(self.queue, RemoveShard(shard=shard))
         settled = len(found.records) - len(pending) + sum(found.forgotten.values())
         log.warning("pool_shard_lost", pool_shard=shard, tombstoned=tombstoned, settled=settled)
         return scheduler_pb2.DeclareShardLostResponse(tombstoned=tombstoned, settled=settled)
 
     def _check_absent(self, shard: str) -> None:
-        live = self._shards.live()
+        live = self.shards.live()
         if shard in live:
             raise FailedPrecondition(
                 f"pool shard {shard} is in discovery: retire it with `forge pool retire {shard}`, "
                 "or stop its instance first"
             )
-        if not self._membership.placeable(live):
+        if not self.membership.placeable(live):
             raise FailedPrecondition(
                 f"no pool shard is registered for the tombstones of {shard}: start one first"
             )
@@ -103,32 +93,32 @@ class LostShards:
     async def _keep_counts(self, shard: str, found: OnShard) -> None:
         """Stores the counts of settled groups that have no record elsewhere. A shard that was not
         read in this term has none here; an earlier leader may have stored them."""
-        record = await self._record.read()
-        if shard in self._membership.registered or shard not in record.losing:
+        record = await self.record.read()
+        if shard in self.membership.registered or shard not in record.losing:
             counts = {
                 count_key(evaluation, phase): groups
                 for (evaluation, phase), groups in found.forgotten.items()
             }
-            await self._record.amend(losing={**record.losing, shard: counts})
+            await self.record.amend(losing={**record.losing, shard: counts})
 
     async def _take_over_move(self, shard: str) -> None:
         """Groups that a retirement had copied from the lost shard are not lost; those that it had
         moved there are."""
-        move = (await self._record.read()).move
+        move = (await self.record.read()).move
         if move is None or shard not in (move.source, move.target):
             return
         if move.target == shard:
             await self._count_as_moved(move)
             return
-        known, _ = await self._shards.look_up({move.target}, task_ids=move.task_ids, batch_ids=())
+        known, _ = await self.shards.look_up({move.target}, task_ids=move.task_ids, batch_ids=())
         moved = [task_id for task_id in move.task_ids if task_id in known]
-        self._shards.relocate(moved, move.target)
+        self.shards.relocate(moved, move.target)
         await self._relocate(Move(source=shard, target=move.target, task_ids=tuple(moved)))
 
     async def _count_as_moved(self, move: Move) -> None:
-        if move.source not in self._membership.registered:
+        if move.source not in self.membership.registered:
             return
-        known, _ = await self._shards.look_up({move.source}, task_ids=move.task_ids, batch_ids=())
+        known, _ = await self.shards.look_up({move.source}, task_ids=move.task_ids, batch_ids=())
         gone = common_pb2.GROUP_STATE_MOVED
         moved = [
             task_id
@@ -138,17 +128,17 @@ class LostShards:
         await self._relocate(replace(move, task_ids=tuple(moved)))
 
     async def _store_elsewhere(self, shard: str, records: Sequence[common_pb2.GroupRecord]) -> None:
-        placeable = self._membership.placeable(self._shards.live())
+        placeable = self.membership.placeable(self.shards.live())
         by_target: defaultdict[str, list[common_pb2.GroupRecord]] = defaultdict(list)
         for record in records:
             by_target[choose_shard(record.task.task_id, placeable)].append(record)
         for target, groups in by_target.items():
             for part in batched(groups, PART_GROUPS):
-                await self._shards.put_groups(target, map(partial(_placed, target), part))
+                await self.shards.put_groups(target, map(partial(_placed, target), part))
                 task_ids = tuple(group.task.task_id for group in part)
-                self._shards.relocate(task_ids, target)
+                self.shards.relocate(task_ids, target)
                 settled = [_change(group) for group in part if group.state in PHASES]
-                await self._shards.set_states({target: settled} if settled else {})
+                await self.shards.set_states({target: settled} if settled else {})
                 await self._relocate(Move(source=shard, target=target, task_ids=task_ids))
 
     async def _relocate(self, move: Move) -> None:
@@ -160,11 +150,11 @@ class LostShards:
         tombstoned = 0
         for part in batched(task_ids, PART_GROUPS):
             drop = DropGroups(task_ids=tuple(part), reason=reason)
-            tombstoned += await self._commits.ask(drop, timeout_s=WRITE_S)
+            tombstoned += await self.commits.ask(drop, timeout_s=WRITE_S)
         return tombstoned
 
     async def _ask(self, message: Any) -> Any:
-        return await self._queue.ask(message, timeout_s=ASK_S)
+        return await self.queue.ask(message, timeout_s=ASK_S)
 
 
 def count_key(evaluation: bool, phase: Phase) -> str:

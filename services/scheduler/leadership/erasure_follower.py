@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from forge.core.errors import ForgeError, Unavailable
 from forge.core.queue.groups import ERASED
@@ -25,28 +26,22 @@ PART_GROUPS = 1000
 """Groups in one message to the queue."""
 
 
+@dataclass(eq=False, slots=True)
 class ErasureFollower:
     """The erasures of one term."""
 
-    def __init__(
-        self,
-        queue: ActorRef,
-        shards: PoolShards,
-        *,
-        registered: Callable[[], frozenset[str]],
-        marks: MutableMapping[str, str],
-    ) -> None:
-        """`registered`: the shards that the term has read. `marks`: by shard, the mark of the scan
-        that read it; updated here."""
-        self._queue = queue
-        self._shards = shards
-        self._registered = registered
-        self._marks = marks
+    queue: ActorRef
+    shards: PoolShards
+    _: KW_ONLY
+    registered: Callable[[], frozenset[str]]
+    """The shards that the term has read."""
+    marks: MutableMapping[str, str]
+    """By shard, the mark of the scan that read it; updated here."""
 
     async def follow(self) -> None:
         """Reports erased groups to the queue, until cancelled."""
         while True:
-            for shard in sorted(self._registered() & self._shards.live()):
+            for shard in sorted(self.registered() & self.shards.live()):
                 try:
                     await self.report(shard)
                 except ForgeError as error:
@@ -56,7 +51,7 @@ class ErasureFollower:
     async def report(self, shard: str) -> None:
         """Reports the groups erased since the mark. Raises ForgeError: then the mark stays."""
         mark, erased = "", list[str]()
-        responses = self._shards.scan(shard, since=self._marks.get(shard, ""), erased_only=True)
+        responses = self.shards.scan(shard, since=self.marks.get(shard, ""), erased_only=True)
         async for response in responses:
             if response.HasField("begin"):
                 mark = response.begin.mark
@@ -66,10 +61,10 @@ class ErasureFollower:
             raise Unavailable(f"pool shard {shard} returns no marks")
         for part in batched(erased, PART_GROUPS):
             await self._note(shard, part)
-        self._marks[shard] = mark
+        self.marks[shard] = mark
 
     async def _note(self, shard: str, task_ids: Sequence[str]) -> None:
-        dropped = await self._queue.ask(NoteErased(task_ids=task_ids), timeout_s=ASK_S)
+        dropped = await self.queue.ask(NoteErased(task_ids=task_ids), timeout_s=ASK_S)
         if dropped:
             log.info("erased_groups_dropped", pool_shard=shard, groups=dropped)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from forge.client.group_credit import turn_advantages
@@ -83,19 +84,14 @@ def whole_number(query: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
+@dataclass(eq=False, slots=True)
 class TrajectoryList:
     """Reads lists from every pool shard."""
 
-    def __init__(
-        self,
-        reader: PoolReader,
-        *,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._reader = reader
-        self._clock = clock
-        self._monotonic = monotonic
+    reader: PoolReader
+    _: KW_ONLY
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
 
     async def newest(self, wanted: pool_pb2.TrajectoryFilter) -> dict[str, Any]:
         """The matching trajectories that closed last, newest first; of open ones any."""
@@ -107,7 +103,7 @@ class TrajectoryList:
         complete = True
         for back_s in (None,) if is_open or labelled else LOOKS_BACK_S:
             if back_s is not None or not (is_open or labelled):
-                wanted.closed_from_unix_s = self._clock() - back_s if back_s else 0.0
+                wanted.closed_from_unix_s = self.clock() - back_s if back_s else 0.0
             now, damaged, complete = await self._look(wanted)
             if complete or not found:
                 found = now
@@ -125,9 +121,9 @@ class TrajectoryList:
         damaged: list[str] = []
         freed = 0
         last = after
-        began_s = self._monotonic()
+        began_s = self.monotonic()
         shard, _, token = after.partition("/")
-        async for name, page in self._reader.search(
+        async for name, page in self.reader.search(
             wanted, text, page_size=MOST_MATCHES, start=(shard, token)
         ):
             rows += [
@@ -137,7 +133,7 @@ class TrajectoryList:
             damaged += page.damaged_trajectory_ids
             freed += page.freed_trajectories
             last = f"{name}/{page.next_page_token}"
-            if len(rows) >= MOST_MATCHES or self._monotonic() - began_s > SEARCH_S:
+            if len(rows) >= MOST_MATCHES or self.monotonic() - began_s > SEARCH_S:
                 break
         else:
             last = ""
@@ -150,7 +146,7 @@ class TrajectoryList:
         newest: list[tuple[float, str, pb.TrajectorySummary]] = []
         damaged: list[str] = []
         pages, complete = 0, True
-        async for page in self._reader.query(wanted, page_size=PAGE):
+        async for page in self.reader.query(wanted, page_size=PAGE):
             if pages == MOST_PAGES:
                 complete = False
                 break
@@ -172,7 +168,7 @@ class TrajectoryList:
                 for rollout in range(first, first + PROBED_ROLLOUTS)
                 for attempt in range(PROBED_ATTEMPTS)
             ]
-            known = await self._reader.summaries(ids)
+            known = await self.reader.summaries(ids)
             found += known
             if not known:
                 break
