@@ -128,11 +128,11 @@ class Evaluator:
 
     def _show(self, in_flight: bool) -> None:
         self._record.evaluating = in_flight
-        metrics.show_evaluating(in_flight)
+        metrics.EVALUATING.set(in_flight)
 
     def _skip(self, step: int, reason: str) -> None:
         self._skipped.append(step)
-        metrics.show_no_evaluation("skipped")
+        metrics.EVALUATIONS.labels("skipped").inc()
         log.warning("evaluation_skipped", step=step, reason=reason)
 
     def _begin(self, step: int) -> None:
@@ -187,7 +187,7 @@ class Evaluator:
                 break
             except ForgeError as error:
                 if not error.retryable:
-                    metrics.show_no_evaluation("refused")
+                    metrics.EVALUATIONS.labels("refused").inc()
                     log.error("evaluation_refused", step=due.step, error=str(error))
                     return
                 if not logged:

@@ -42,12 +42,6 @@ _VERSION_GAUGES = {
 }
 _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches without a usable gradient.")
-_TOKENS = counter("forge_trainer_trained_tokens_total", "Sampled tokens trained on.")
-_FLAT = counter(
-    "forge_trainer_flat_groups_total",
-    "Flat groups: all rollouts have the same outcome and process rewards.",
-)
-_REFILL = counter("forge_trainer_refill_groups_total", "Groups leased in place of flat ones.")
 _EXCLUDED = counter(
     "forge_trainer_excluded_trajectories_total",
     "Trajectories left out because their records contradict each other.",
@@ -56,20 +50,12 @@ _UNTIMED = counter(
     "forge_trainer_untimed_trajectories_total",
     "Trajectories without a speed, because their records lack a time.",
 )
-_EMPTY = counter(
-    "forge_trainer_empty_passes_total",
-    "Passes without effect, so that all data groups run the same number.",
-)
-_MEMORY = counter(
-    "forge_trainer_memory_retries_total",
-    "Retries of a batch in smaller trees after memory ran out.",
-)
 _CHECKPOINT_STEP = gauge("forge_trainer_checkpoint_step", "Step of the newest durable checkpoint.")
 _CHECKPOINT_S = gauge("forge_trainer_checkpoint_seconds", "Time to write the newest checkpoint.")
-_CHECKPOINT_FAILING = gauge(
+CHECKPOINT_FAILING = gauge(
     "forge_trainer_checkpoint_failing", "1 if the newest write of a checkpoint failed, else 0."
 )
-_CHECKPOINT_COPY_FAILING = gauge(
+CHECKPOINT_COPY_FAILING = gauge(
     "forge_trainer_checkpoint_copy_failing",
     "1 if the newest copy of a checkpoint to checkpoint.copy_to failed, else 0.",
 )
@@ -83,22 +69,6 @@ TOKEN_VALUES_LOST = counter(
 _STEP_S = histogram(
     "forge_trainer_step_seconds", "Duration of a step.", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300)
 )
-_TRUNCATED = counter(
-    "forge_trainer_truncated_turns_total", "Trained turns that were sampled with top_p or top_k."
-)
-_LEFT_OUT = counter(
-    "forge_trainer_truncated_turns_left_out_total",
-    "Turns sampled with top_p or top_k and left out: the share of allowed tokens is unknown.",
-)
-_OVERLONG = counter(
-    "forge_trainer_overlong_turns_left_out_total",
-    "Turns left out by overlong.mask: a token limit cut off their answer, or another answer of "
-    "their trajectory.",
-)
-_UNKNOWN = counter(
-    "forge_trainer_sampling_unknown_turns_total",
-    "Trained turns of earlier releases, which did not record top_p and top_k.",
-)
 _NOT_TRAINED = counter(
     "forge_trainer_left_out_turns_total",
     "Turns that were not trained, by reason: empty, aborted, greedy (temperature 0), overlong (cut "
@@ -110,14 +80,6 @@ _UNTRAINED_DOMAIN = counter(
     "Batches in which every turn of a domain was left out; forge_trainer_left_out_turns_total has "
     "the reasons.",
     ["domain"],
-)
-_THROUGHPUT = gauge(
-    "forge_trainer_trained_tokens_per_second", "Sampled tokens trained on, per second of the step."
-)
-_WAIT_S = gauge("forge_trainer_wait_seconds", "Time from the end of a step to the next batch.")
-_PUBLISH_S = gauge(
-    "forge_trainer_publish_seconds",
-    "Time that training waited for the copy of the new weights and the previous publication.",
 )
 ANNOUNCE_S = gauge(
     "forge_trainer_announce_seconds",
@@ -142,12 +104,51 @@ WEIGHT_FILES = counter(
     "Versions stored for workers, by way (memory, directory) and outcome: written, failed.",
     ["way", "outcome"],
 )
-_CAPTURE_S = gauge("forge_trainer_checkpoint_capture_seconds", "Time to copy a checkpoint's state.")
-_LOST_S = counter(
-    "forge_trainer_lost_seconds_total", "Time lost by rewinds, resumes and skipped batches."
-)
-_RUN_S = gauge("forge_trainer_run_seconds", "Time of the run, without intended stops.")
+_COUNTERS = {
+    "lost_s": counter(
+        "forge_trainer_lost_seconds_total", "Time lost by rewinds, resumes and skipped batches."
+    ),
+} | {
+    name: counter(f"forge_trainer_{name}_total", help)
+    for name, help in (
+        ("trained_tokens", "Sampled tokens trained on."),
+        ("flat_groups", "Flat groups: all rollouts have the same outcome and process rewards."),
+        ("refill_groups", "Groups leased in place of flat ones."),
+        ("memory_retries", "Retries of a batch in smaller trees after memory ran out."),
+        ("empty_passes", "Passes without effect, so that all data groups run the same number."),
+        ("truncated_turns", "Trained turns that were sampled with top_p or top_k."),
+        (
+            "truncated_turns_left_out",
+            "Turns sampled with top_p or top_k and left out: the share of allowed tokens is "
+            "unknown.",
+        ),
+        (
+            "overlong_turns_left_out",
+            "Turns left out by overlong.mask: a token limit cut off their answer, or another "
+            "answer of their trajectory.",
+        ),
+        (
+            "sampling_unknown_turns",
+            "Trained turns of earlier releases, which did not record top_p and top_k.",
+        ),
+    )
+}
+"""By field of the step's metrics; so are the gauges."""
 _GAUGES = {
+    "trained_tokens_per_s": gauge(
+        "forge_trainer_trained_tokens_per_second",
+        "Sampled tokens trained on, per second of the step.",
+    ),
+    "wait_s": gauge("forge_trainer_wait_seconds", "Time from the end of a step to the next batch."),
+    "publish_s": gauge(
+        "forge_trainer_publish_seconds",
+        "Time that training waited for the copy of the new weights and the previous publication.",
+    ),
+    "checkpoint_s": gauge(
+        "forge_trainer_checkpoint_capture_seconds", "Time to copy a checkpoint's state."
+    ),
+    "run_s": gauge("forge_trainer_run_seconds", "Time of the run, without intended stops."),
+} | {
     name: gauge(f"forge_trainer_{name}", help)
     for name, help in (
         ("step", "Newest optimizer step."),
@@ -235,12 +236,12 @@ _ENGINE_GAUGES = {
         ("staleness_mean", "Mean number of weight versions between sampling and training."),
     )
 }
-_EVALUATIONS = counter(
+EVALUATIONS = counter(
     "forge_trainer_evaluations_total",
     "Due evaluations, by result: done, skipped, refused.",
     ["result"],
 )
-_EVALUATING = gauge("forge_trainer_evaluating", "1 while an evaluation is in flight.")
+EVALUATING = gauge("forge_trainer_evaluating", "1 while an evaluation is in flight.")
 _EVALUATION_GAUGES = {
     name: gauge(f"forge_trainer_evaluation_{name}", help)
     for name, help in (
@@ -270,24 +271,11 @@ _EVALUATION_DOMAIN_GAUGES = {
 def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     """A step was taken."""
     _STEPS.inc()
-    _TOKENS.inc(metrics.trained_tokens)
-    _FLAT.inc(metrics.flat_groups)
-    _REFILL.inc(metrics.refill_groups)
     _show_left_out(batch)
     _UNTIMED.inc(batch.untimed)
-    _MEMORY.inc(metrics.memory_retries)
-    _EMPTY.inc(metrics.empty_passes)
-    _TRUNCATED.inc(metrics.truncated_turns)
-    _LEFT_OUT.inc(metrics.truncated_turns_left_out)
-    _OVERLONG.inc(metrics.overlong_turns_left_out)
-    _UNKNOWN.inc(metrics.sampling_unknown_turns)
     _STEP_S.observe(metrics.step_s)
-    _THROUGHPUT.set(metrics.trained_tokens_per_s)
-    _WAIT_S.set(metrics.wait_s)
-    _PUBLISH_S.set(metrics.publish_s)
-    _CAPTURE_S.set(metrics.checkpoint_s)
-    _LOST_S.inc(metrics.lost_s)
-    _RUN_S.set(metrics.run_s)
+    for name, counted in _COUNTERS.items():
+        counted.inc(getattr(metrics, name))
     for name, shown in _GAUGES.items():
         shown.set(getattr(metrics, name))
     for head, accepted in metrics.mtp_acceptance.items():
@@ -331,17 +319,7 @@ def show_checkpoint(step: int, write_s: float) -> None:
     """A checkpoint is durable."""
     _CHECKPOINT_STEP.set(step)
     _CHECKPOINT_S.set(write_s)
-    _CHECKPOINT_FAILING.set(0)
-
-
-def show_checkpoint_failed() -> None:
-    """A checkpoint could not be written."""
-    _CHECKPOINT_FAILING.set(1)
-
-
-def show_checkpoint_copy(*, failed: bool) -> None:
-    """A checkpoint was copied to its URL, or could not be."""
-    _CHECKPOINT_COPY_FAILING.set(failed)
+    CHECKPOINT_FAILING.set(0)
 
 
 def show_skipped(batch: BatchSamples) -> None:
@@ -358,21 +336,11 @@ def _show_left_out(batch: BatchSamples) -> None:
         _UNTRAINED_DOMAIN.labels(domain).inc()
 
 
-def show_evaluating(in_flight: bool) -> None:
-    """An evaluation began or ended."""
-    _EVALUATING.set(in_flight)
-
-
 def show_evaluation(evaluation: pb.Evaluation) -> None:
     """An evaluation ended."""
-    _EVALUATIONS.labels("done").inc()
+    EVALUATIONS.labels("done").inc()
     for name, shown in _EVALUATION_GAUGES.items():
         shown.set(getattr(evaluation, name))
     for domain, own in evaluation.domains.items():
         for name, shown in _EVALUATION_DOMAIN_GAUGES.items():
             shown.labels(domain).set(getattr(own, name))
-
-
-def show_no_evaluation(result: Literal["skipped", "refused"]) -> None:
-    """A due evaluation was skipped, or refused by the scheduler."""
-    _EVALUATIONS.labels(result).inc()

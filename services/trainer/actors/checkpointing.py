@@ -104,7 +104,7 @@ class CheckpointWriter(ThreadActor):
             self._copies.put(path)
         except Unavailable as error:
             log.error("checkpoint_not_copied", path=str(path), error=str(error))
-            metrics.show_checkpoint_copy(failed=True)
+            metrics.CHECKPOINT_COPY_FAILING.set(1)
         else:
             log.info("checkpoint_copied", path=str(path))
-            metrics.show_checkpoint_copy(failed=False)
+            metrics.CHECKPOINT_COPY_FAILING.set(0)

@@ -347,7 +347,7 @@ class Training(Actor):
             if not self._failing:
                 log.error("checkpoint_failed", step=write.step, error=str(error))
             self._failing = True
-            metrics.show_checkpoint_failed()
+            metrics.CHECKPOINT_FAILING.set(1)
             raise
         self._failing = False
         self._record.checkpoint_step = write.step
