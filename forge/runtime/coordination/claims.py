@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,33 +89,25 @@ def _started(pid: int) -> str:
     return _HIDDEN
 
 
-class Claim:
+@dataclass(eq=False, slots=True)
+class LeasedKey:
     """One leased key, for one owner."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        key: str,
-        *,
-        ttl_s: float,
-        owner: Owner,
-        taken: Callable[[Fields], str],
-        signatures: Signatures | None = None,
-    ) -> None:
-        """`taken` returns the message of `Conflict` from the other entry's fields."""
-        self._signatures = signatures
-        self._etcd = etcd
-        self._key = key
-        self._ttl_s = ttl_s
-        self._owner = owner
-        self._taken = taken
+    etcd: Etcd
+    key: str
+    _: KW_ONLY
+    ttl_s: float
+    owner: Owner
+    taken: Callable[[Fields], str]
+    """Returns the message of `Conflict` from the other entry's fields."""
+    signatures: Signatures | None = None
 
     async def enter(self, fields: Fields) -> EtcdLease:
         """Write the entry under a new lease. Raises `Conflict` when another live process has the
         key, `Unavailable` when etcd does not answer."""
         while True:
             revision = await self._free()
-            lease = await EtcdLease.grant(self._etcd, ttl_s=self._ttl_s, timeout_s=TIMEOUT_S)
+            lease = await EtcdLease.grant(self.etcd, ttl_s=self.ttl_s, timeout_s=TIMEOUT_S)
             try:
                 if await self._swap(lease, fields, revision):
                     return lease
@@ -132,19 +124,19 @@ class Claim:
 
     async def write(self, lease: EtcdLease, fields: Fields) -> None:
         """Replace the entry. Raises as `enter` does, and does not wait."""
-        found = await self._etcd.get(self._key)
+        found = await self.etcd.get(self.key)
         if found is not None and not self._replaceable(found):
-            raise Conflict(self._taken(json.loads(found.value)))
+            raise Conflict(self.taken(json.loads(found.value)))
         if not await self._swap(lease, fields, 0 if found is None else found.mod_revision):
-            raise Unavailable(f"{self._key} has changed meanwhile: try again")
+            raise Unavailable(f"{self.key} has changed meanwhile: try again")
 
     async def _swap(self, lease: EtcdLease, fields: Fields, revision: int) -> bool:
-        entry: dict[str, Any] = {**fields, "owner": asdict(self._owner), "ttl_s": self._ttl_s}
-        if self._signatures is not None:
-            text = entry_text(self._etcd.cluster, self._key, lease.lease_id, entry)
-            entry |= self._signatures.sign_entry(text)
-        swapped = await self._etcd.swap(
-            self._key,
+        entry: dict[str, Any] = {**fields, "owner": asdict(self.owner), "ttl_s": self.ttl_s}
+        if self.signatures is not None:
+            text = entry_text(self.etcd.cluster, self.key, lease.lease_id, entry)
+            entry |= self.signatures.sign_entry(text)
+        swapped = await self.etcd.swap(
+            self.key,
             json.dumps(entry).encode(),
             expected_revision=revision,
             lease_id=lease.lease_id,
@@ -155,7 +147,7 @@ class Claim:
         """Wait until the entry may be replaced; return its revision."""
         give_up_s: float | None = None
         while True:
-            found = await self._etcd.get(self._key)
+            found = await self.etcd.get(self.key)
             if found is None:
                 return 0
             if self._replaceable(found):
@@ -165,15 +157,15 @@ class Claim:
             if give_up_s is None:
                 # Twice, as etcd extends leases when another member leads it.
                 give_up_s = now_s + 2 * fields.get("ttl_s", _UNKNOWN_TTL_S) + 1
-                log.info("waiting_for_holder", key=self._key)
+                log.info("waiting_for_holder", key=self.key)
             owner = _owner(fields)
             if now_s >= give_up_s or (owner is not None and owner.is_here):
-                raise Conflict(self._taken(fields))
+                raise Conflict(self.taken(fields))
             await asyncio.sleep(_LOOK_S)
 
     def _replaceable(self, found: Versioned) -> bool:
         owner = _owner(json.loads(found.value))
-        return owner is not None and (owner == self._owner or owner.has_ended)
+        return owner is not None and (owner == self.owner or owner.has_ended)
 
 
 def this_process() -> Owner:

@@ -14,7 +14,7 @@ import grpc
 
 from forge.core.errors import StaleFence, Unauthenticated, Unavailable
 from forge.runtime.concurrency.tasks import cancel_and_wait
-from forge.runtime.coordination.claims import Claim, Fields, Owner, this_process
+from forge.runtime.coordination.claims import Fields, LeasedKey, Owner, this_process
 from forge.runtime.coordination.directory import Contact, Instance, Signatures
 from forge.runtime.coordination.discovery import Discovery, decode_entry
 from forge.runtime.coordination.etcd import Etcd, Login, Refused, Versioned
@@ -149,7 +149,7 @@ class Coordinator:
         on_conflict: OnConflict,
         taken: Callable[[Fields], str],
     ) -> Registration:
-        claim = Claim(
+        claim = LeasedKey(
             self._etcd,
             key,
             ttl_s=ttl_s,
