@@ -50,7 +50,7 @@ test-loaded: setup  ## All four beside 16 busy processes, for waits that are too
 	@$(PY) -m tests.support.suite.loaded $(PY) -m pytest $(PARALLEL) $(TESTS)
 
 test-clients: setup .venv-clients/.installed tests/clients/node/node_modules/.package-lock.json  ## Real agent clients and frameworks against the gateway
-	@$(PY) -m pytest tests/clients
+	@$(PY) -m pytest --timeout=900 tests/clients
 
 # What frameworks pin is no business of Forge's: they have an environment of their own, with Node.
 .venv-clients/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
