@@ -131,15 +131,20 @@ class Publisher:
                 "cluster has one trainer"
             ) from error
         self.version, self._uncertain = version, None
-        self._versions.announced(
-            PublishedVersion(announcement=announcement, published_unix_s=time.time())
-        )
+        self._record(announcement)
         await self._keep(snapshot.others)
-        segments = len(announcement.segments)
+        return version
+
+    def _record(self, announced: WeightAnnouncement) -> None:
+        version, segments = announced.weight_version, len(announced.segments)
+        self._versions.announced(
+            PublishedVersion(announcement=announced, published_unix_s=time.time())
+        )
         WEIGHT_VERSION.set(version)
         WEIGHT_SEGMENTS.set(segments)
-        log.info("weights_published", weight_version=version, step=snapshot.step, segments=segments)
-        return version
+        log.info(
+            "weights_published", weight_version=version, step=announced.step, segments=segments
+        )
 
     def _settle(self, announced: WeightAnnouncement | None) -> None:
         """Keep the version of the last, failed publication if etcd has it; otherwise drop it: no
@@ -148,9 +153,7 @@ class Publisher:
         if last is None:
             return
         if announced is not None and announced.encode() == last.encode():
-            self._versions.announced(
-                PublishedVersion(announcement=last, published_unix_s=time.time())
-            )
+            self._record(last)
         else:
             self._versions.withdraw(last.weight_version)
 

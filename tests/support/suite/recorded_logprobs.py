@@ -23,8 +23,9 @@ KEEP_ALL = {"trainer.checkpoint.every_steps": 1, "trainer.checkpoint.keep_every_
 
 
 def directories_of_versions(checkpoints: Path) -> dict[int, Path]:
-    """Return the checkpoint of each version that a run with `KEEP_ALL` has kept."""
-    states = checkpoints.glob("step-*/state.json")
+    """Return the checkpoint of each version that a run with `KEEP_ALL` has kept. If the answer to
+    the next publication was lost, a later checkpoint has the same version, with other weights."""
+    states = sorted(checkpoints.glob("step-*/state.json"), reverse=True)
     return {int(json.loads(one.read_text())["weight_version"]): one.parent for one in states}
 
 

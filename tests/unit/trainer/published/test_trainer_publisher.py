@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+import structlog
 from xxhash import xxh3_64_digest
 
 from forge.core.errors import NotFound, Unavailable
@@ -98,8 +99,13 @@ async def test_failed_publication_takes_no_place_of_an_announced_version() -> No
     with pytest.raises(Unavailable):
         await own.publish(snapshot(5))
     register.lose_answer = False
-    assert await own.publish(snapshot(6)) == 6
+    with structlog.testing.capture_logs() as logged:
+        assert await own.publish(snapshot(6)) == 6
     assert [one.weight_version for one in versions.published] == [5, 6]
+    assert [(one["event"], one["weight_version"], one["step"]) for one in logged] == [
+        ("weights_published", 5, 5),
+        ("weights_published", 6, 6),
+    ]
 
 
 async def test_older_trainer_cannot_announce_over_a_newer_one() -> None:
