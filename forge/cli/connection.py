@@ -110,8 +110,8 @@ def of_run(path: Path) -> Connection:
         raise NotFound(f"{path} is not a run directory: {endpoints_file.name} is missing")
     if not directory.in_use():
         raise FailedPrecondition(
-            f"{path} is not running: `forge run --run-dir {path}` resumes it, `forge up` "
-            "only starts its services"
+            f"{path} is not running: `forge run --run-dir {path}` resumes its training, "
+            f"`forge up --run-dir {path}` starts its services alone"
         )
     return Connection(
         etcd=endpoints_file.read_text().strip(),

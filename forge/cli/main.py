@@ -79,6 +79,8 @@ def run(options: RunOptions) -> None:
     Starts every service as a separate process, measures held-out tasks, trains, measures
     again and stops everything. After an interruption the same command resumes the run.
 
+    [dim]forge run --model smollm2 --device cuda:0 --set trainer.optimizer.learning_rate=2e-5[/dim]
+
     To train your own agent on your own tasks, use [bold]forge up[/bold].
     """
     from forge.cli.local_run.training_run import train
@@ -96,6 +98,8 @@ def up(options: RunOptions) -> None:
     [bold]forge queue submit TASKS.jsonl[/bold] submits tasks. [bold]forge status[/bold] and
     [bold]forge top[/bold] show the run, [bold]forge model export[/bold] writes the trained model.
     docs/agents.md has these steps in full.
+
+    [dim]forge up --set runner.concurrency=4 --set runner.command='python agent.py {prompt}'[/dim]
     """
     from forge.cli.local_run.training_run import serve
 

@@ -46,7 +46,10 @@ def issue(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New file for it. Default: stdout.")] = None,
 ) -> None:
-    """Issue a token. Its holder sets it by --token-file or FORGE_TOKEN, and needs no key."""
+    """Issue a token. Its holder sets it by --token-file or FORGE_TOKEN, and needs no key.
+
+    [dim]forge token issue runner --subject host-7 --out agents-token[/dim]
+    """
     from forge.runtime.security.issued_tokens import ROLES, claims_for
     from forge.runtime.security.issued_tokens import issue as issue_token
 

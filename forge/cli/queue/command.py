@@ -15,6 +15,7 @@ from forge.cli.options import duration_s, with_options
 from forge.cli.queue.submission import Submission
 from forge.cli.trouble import queue_lines, troubles
 from forge.core.enum_words import enum_word
+from forge.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from forge.v1 import scheduler_pb2
@@ -94,6 +95,12 @@ def submit(at: Connection, submission: Submission) -> None:
 
     Waits while the scheduler is unreachable. After an interruption the same command continues after
     the tasks that the pool has, and shows their state.
+
+    A line of the file, with a `domain` or the option --domain:
+
+    [dim]{"payload": {"prompt": "What is 2 + 2?", "answer": "4"}}[/dim]
+
+    [dim]forge queue submit sums.jsonl --domain sums --group-size 8 --epochs 3[/dim]
     """
 
     async def submit_all() -> None:
@@ -125,6 +132,8 @@ def drop(
 
     [dim]forge queue drop --domain web --reason "the runner for web is gone"[/dim]
     """
+    if not task_ids and not domain:
+        raise InvalidArgument("name tasks, or a domain by --domain; see forge queue drop --help")
     if not yes:
         selected = f"{len(task_ids)} named tasks" if task_ids else f"domain {domain}"
         if not typer.confirm(f"Pending groups of {selected} are never trained then. Continue?"):

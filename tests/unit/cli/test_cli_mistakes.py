@@ -42,6 +42,10 @@ FILE = "{tmp}/file"
         (("status", "--root", "{tmp}"), "{tmp} has no run"),
         (("status", "--etcd", "127.0.0.1:1"), "--etcd needs --key-file"),
         (("queue", "status", "--root", "{tmp}"), "{tmp} has no run"),
+        (
+            ("queue", "drop", "--etcd", "127.0.0.1:1", "--key-file", FILE),
+            "name tasks, or a domain by --domain; see forge queue drop --help",
+        ),
         (("deploy", "init", FILE), "{tmp}/file exists; name another file"),
         (
             ("deploy", "render", "--inventory", "{tmp}/none", "--out", "{tmp}/new"),

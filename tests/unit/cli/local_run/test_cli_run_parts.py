@@ -42,7 +42,7 @@ def test_stopped_run_is_refused_with_the_command_to_start_it(tmp_path: Path) -> 
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     (directory.path / "etcd.endpoints").write_text("127.0.0.1:1\n")
-    with pytest.raises(FailedPrecondition, match=r"is not running: `forge run --run-dir"):
+    with pytest.raises(FailedPrecondition, match=rf"`forge up --run-dir {directory.path}` starts"):
         of_run(directory.path)
     with directory.locked():
         assert of_run(directory.path).etcd == "127.0.0.1:1"
