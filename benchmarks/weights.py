@@ -2,7 +2,7 @@
 
     python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
                                  [--only full,egress,ranks,swaps,publication,deltas,kept_kv]
-                                 [--layout even|smollm2]
+                                 [--layout even|smollm2] [--ways bulk,bulk_tls,grpc,...]
 
 `full_over_socket.WAY`: CPU seconds of both ends of a plain socket copy over those of a publication
 of the same bytes to one worker, from digest to swap, over a bulk connection (`bulk_tls`: with TLS),
@@ -66,14 +66,19 @@ def smollm2() -> list[int]:
 
 
 def full_over_socket(
-    etcd: EtcdServer, folder: Path, *, elements: Sequence[int], rounds: int
+    etcd: EtcdServer,
+    folder: Path,
+    *,
+    elements: Sequence[int],
+    rounds: int,
+    ways: Sequence[str] = WAYS,
 ) -> dict[str, float]:
     """Return CPU seconds per GiB of both ends by way, of a bare gRPC stream and of sockets, and
     their ratios, for tensors of so many elements."""
     total_bytes = sum(elements) * 2
     ends: dict[str, tuple[Started, Started]] = {}
     Certificates.issue(folder)
-    for way in WAYS:
+    for way in ways:
         directory = str(folder) if way in ("bulk_tls", "directory") else ""
         publisher = Started(publish_weights, etcd.endpoint, way, way, directory)
         ends[way] = publisher, Started(follow_weights, etcd.endpoint, way, "w0", directory)
@@ -85,7 +90,7 @@ def full_over_socket(
 
     def transfer(name: str) -> None:
         sender, receiver = ends[name]
-        if name in WAYS:
+        if name in ways:
             receiver.order("until", sender.order("publish"))
         elif name.endswith("socket"):
             sender.begin("send")
@@ -98,12 +103,12 @@ def full_over_socket(
     try:
         for number in range(rounds + _FIRST_ROUNDS):
             for name, (sender, receiver) in ends.items():
-                if name in WAYS:
+                if name in ways:
                     sender.order("make", elements)
                 cost_s = cpu_of([sender, receiver], partial(transfer, name))
                 costs_s[name] += [cost_s] if number >= _FIRST_ROUNDS else []
     finally:
-        for way in WAYS:
+        for way in ways:
             ends[way][0].order("end")
         for process in chain.from_iterable(ends.values()):
             process.end()
@@ -111,16 +116,11 @@ def full_over_socket(
     per_gib = {name: statistics.median(found) / gib for name, found in costs_s.items()}
     numbers = {f"full.{name}_cpu_s_per_gib": cost_s for name, cost_s in per_gib.items()}
     ratios = {f"full_over_socket.{name}": per_gib["socket"] / per_gib[name] for name in per_gib}
-    best = max(ratios[f"full_over_socket.{way}"] for way in WAYS)
-    over_tls = per_gib["tls_socket"] / per_gib["bulk_tls"]
+    best = max(ratios[f"full_over_socket.{way}"] for way in ways)
+    if "bulk_tls" in ways:
+        ratios["bulk_tls_over_tls_socket"] = per_gib["tls_socket"] / per_gib["bulk_tls"]
     sizes = {"full.mib": gib * 1024, "full.tensors": float(len(elements))}
-    return {
-        **sizes,
-        **numbers,
-        **ratios,
-        "full_over_socket": best,
-        "bulk_tls_over_tls_socket": over_tls,
-    }
+    return {**sizes, **numbers, **ratios, "full_over_socket": best}
 
 
 def trainer_egress(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, float]:
@@ -176,7 +176,9 @@ def kept_kv(path: Path) -> dict[str, float]:
     return numbers
 
 
-def streams(parts: Sequence[str], model: Path, *, quick: bool, layout: str) -> dict[str, float]:
+def streams(
+    parts: Sequence[str], model: Path, *, quick: bool, layout: str, ways: Sequence[str]
+) -> dict[str, float]:
     """Measure the parts that need etcd."""
     # The processes that this one spawns import this module, too, and need no torch.
     from benchmarks.support.weights.publication import publication_share
@@ -192,7 +194,9 @@ def streams(parts: Sequence[str], model: Path, *, quick: bool, layout: str) -> d
         try:
             if "full" in parts:
                 elements = smollm2() if layout == "smollm2" else even(mib)
-                numbers |= full_over_socket(etcd, folder, elements=elements, rounds=rounds)
+                numbers |= full_over_socket(
+                    etcd, folder, elements=elements, rounds=rounds, ways=ways
+                )
             if "egress" in parts:
                 numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
             if "ranks" in parts:
@@ -220,6 +224,7 @@ def main() -> None:
         default="even",
         help="tensors of full: 64 of equal size, or the 272 of SmolLM2-135M",
     )
+    parser.add_argument("--ways", default=",".join(WAYS), help="of full, separated by commas")
     options = parser.parse_args()
     parts = options.only.split(",")
     if odd := set(parts) - set(PARTS):
@@ -230,7 +235,10 @@ def main() -> None:
         model = options.model or ("tiny" if options.quick else "smollm2")
         path = asyncio.run(ensure_model(model, seed=0, root=options.root))
     if set(parts) - {"deltas", "kept_kv"}:
-        numbers |= streams(parts, path, quick=options.quick, layout=options.layout)
+        ways = options.ways.split(",")
+        if odd := set(ways) - set(WAYS):
+            parser.error(f"--ways: {sorted(odd)} are none of {WAYS}")
+        numbers |= streams(parts, path, quick=options.quick, layout=options.layout, ways=ways)
     if "deltas" in parts:
         numbers |= deltas(path, steps=5 if options.quick else 20)
     if "kept_kv" in parts:
