@@ -7,9 +7,9 @@ Owns their definitions, among them the yield J (in words: docs/services/trainer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.learner.types import StepResult
@@ -79,16 +79,12 @@ def step_metrics(
 
 def _batch_metrics(batch: BatchSamples) -> pb.StepMetrics:
     overlong = (turns for (_, reason), turns in batch.left_out.items() if reason == "overlong")
+    names = ("reward_components", "groups", "trajectories", "overlong_penalty", "flat_groups")
     return pb.StepMetrics(
+        **_same(batch, *names, "refill_groups"),
         mean_reward=batch.mean_outcome,
         reward_by_domain={domain: fmean(values) for domain, values in batch.outcomes.items()},
-        reward_components=batch.reward_components,
-        groups=batch.groups,
-        trajectories=batch.trajectories,
         overlong_turns_left_out=sum(overlong),
-        overlong_penalty=batch.overlong_penalty,
-        flat_groups=batch.flat_groups,
-        refill_groups=batch.refill_groups,
         truncated_turns=batch.cuts.get("corrected", 0),
         truncated_turns_left_out=batch.cuts.get("share_missing", 0),
         sampling_unknown_turns=batch.cuts.get("unknown", 0),
@@ -97,45 +93,26 @@ def _batch_metrics(batch: BatchSamples) -> pb.StepMetrics:
 
 def _plan_metrics(plan: BatchPlan) -> pb.StepMetrics:
     return pb.StepMetrics(
+        **_same(plan, "tree_tokens", "sample_tokens", "trained_tokens", "token_budget"),
         merge_ratio=plan.sample_tokens / max(1, plan.tree_tokens),
-        tree_tokens=plan.tree_tokens,
-        sample_tokens=plan.sample_tokens,
-        trained_tokens=plan.trained_tokens,
-        token_budget=plan.token_budget,
     )
 
 
 def _update_metrics(result: StepResult) -> pb.StepMetrics:
+    names = ("loss", "grad_norm", "memory_retries", "empty_passes", "balance_loss", "updates")
     return pb.StepMetrics(
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        memory_retries=result.memory_retries,
-        empty_passes=result.empty_passes,
+        **_same(result, *names),
         rank_imbalance=result.imbalance,
         value_loss=result.critic.value_loss,
         value_explained_variance=result.critic.explained_variance,
-        balance_loss=result.balance_loss,
         mtp_loss=fmean(result.mtp.losses) if result.mtp.losses else 0.0,
         mtp_acceptance={str(k): value for k, value in enumerate(result.mtp.acceptance, 1)},
-        updates=result.updates,
     )
 
 
 def _loss_metrics(stats: PolicyStats) -> pb.StepMetrics:
-    return pb.StepMetrics(
-        clip_fraction=stats.clip_fraction,
-        entropy=stats.entropy,
-        staleness_mean=stats.staleness_mean,
-        staleness_max=stats.staleness_max,
-        logprob_gap_mean=stats.logprob_gap_mean,
-        logprob_gap_p99=stats.logprob_gap_p99,
-        masked_fraction=stats.masked_fraction,
-        reference_kl=stats.reference_kl,
-        teacher_kl=stats.teacher_kl,
-        behavior_kl=stats.behavior_kl,
-        inference_gap_mean=stats.inference_gap_mean,
-        inference_gap_staleness=stats.inference_gap_staleness,
-    )
+    names = (one.name for one in fields(stats) if one.name != "gaps")
+    return pb.StepMetrics(**_same(stats, *names))
 
 
 def _replay_metrics(result: StepResult) -> pb.StepMetrics:
@@ -153,14 +130,13 @@ def _replay_metrics(result: StepResult) -> pb.StepMetrics:
 
 
 def _time_metrics(times: StepTimes, earlier: Sequence[pb.StepMetrics]) -> pb.StepMetrics:
-    return pb.StepMetrics(
-        step_s=times.step_s,
-        wait_s=times.wait_s,
-        publish_s=times.publish_s,
-        checkpoint_s=times.checkpoint_s,
-        lost_s=lost_s(times, earlier),
-        run_s=times.run_s,
-    )
+    names = ("step_s", "wait_s", "publish_s", "checkpoint_s", "run_s")
+    return pb.StepMetrics(**_same(times, *names), lost_s=lost_s(times, earlier))
+
+
+def _same(source: object, *names: str) -> dict[str, Any]:
+    """The values that have the same name in `source` as in the metrics."""
+    return {name: getattr(source, name) for name in names}
 
 
 def warn_of_untrained_domains(batch: BatchSamples, batch_id: str, step: int) -> None:
