@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,6 +37,9 @@ def run(
     start; 2 the settings are wrong, and stderr has a line for each cause.
     """
     _stay_in_release()
+    # As SIGTERM: until the service has handlers, a signal ends the process at once, without words.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def problems(config: C) -> list[ForgeError]:
         # It imports gRPC, which only `--check` needs.

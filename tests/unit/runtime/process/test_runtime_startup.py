@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import venv
@@ -56,3 +57,18 @@ def test_a_forked_service_of_a_test_has_its_own_command_line() -> None:
     forked = ForkedProcess("timeit", words, stdout=subprocess.PIPE)
     printed, _ = forked.communicate(timeout=120)
     assert str(["-m", "timeit", *words])[1:] in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_while_a_service_is_imported_ends_it_at_once(number: signal.Signals) -> None:
+    """Without a traceback: nothing has begun."""
+    program = (
+        "import os, sys\n"
+        "from forge.runtime.settings import ServiceConfig\n"
+        "from forge.runtime.process.startup import run\n"
+        f"run('any', ServiceConfig, lambda: os.kill(os.getpid(), {int(number)}))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-number, "", "")
