@@ -164,6 +164,18 @@ async def unused(request: web.BaseRequest) -> web.StreamResponse:
     raise NotImplementedError
 
 
+async def test_client_that_stops_to_send_has_left() -> None:
+    """A half-closed connection looks like a closed one: its call ends, and so does its stream."""
+    turns = EndedTurns()
+    async with served(turns) as url:
+        reader, writer = await streaming(url)
+        await reader.readuntil(b"data:")
+        writer.write_eof()
+        assert b"[DONE]" not in await received(reader)
+        await asyncio.wait_for(turns.ended.wait(), TIMEOUT_S)
+        writer.close()
+
+
 async def test_slow_client_keeps_its_connection() -> None:
     """It has taken some bytes at each deadline; one deadline without any ends the connection."""
     before, waiting = refused("write_timeout"), iter([900, 800, 800, 700, 700, 700])
