@@ -125,7 +125,8 @@ async def test_list_leads_to_a_trajectory_and_its_tokens(browser: Browser, addre
             "[...document.querySelectorAll('tbody td:nth-child(2)')]"
             ".every(cell => cell.textContent === 'general')"
         )
-        await page.locator("tbody a").first.click()
+        # Not one of an evaluation, whose groups have a single rollout.
+        await page.locator("tbody a", has_text="train-").first.click()
         await page.wait_for_selector("button.step")
         await page.locator("button.step").first.click()
         await page.wait_for_selector(".message.answer")
