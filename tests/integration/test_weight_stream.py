@@ -24,7 +24,7 @@ def received(worker: Worker) -> int:
 @pytest.mark.parametrize("failure", ["kill", "freeze"])
 @pytest.mark.parametrize(
     ("cut", "least_mib", "most_mib"),
-    [({"pause_s": 0.02}, 3, 24), ({"bulk_slices": 6}, 4, 6)],
+    [({"pause_s": 0.02}, 3, 24), ({"bulk_slices": 18}, 16, 18)],
     ids=["grpc", "bulk"],
 )
 async def test_next_source_continues_at_the_slice_of_one_that_fails(
