@@ -26,6 +26,17 @@ def test_each_row_of_a_draft_has_the_values_of_its_request() -> None:
     assert found.tolist() == [7, 7, 0, 0, 0, 9]
 
 
+def test_top_k_in_a_step_without_drafts() -> None:
+    """The first step of a request with top_k ended vLLM's process."""
+    sampler: Any = import_module("vllm.v1.sample.rejection_sampler")
+    import_module("services.inference.engines.vllm.engine_core.cpu_kernels").install()
+    none, drafts = torch.empty(0, 9), torch.arange(18.0).reshape(2, 9)
+    assert sampler.apply_top_k_top_p(none, torch.empty(0, dtype=torch.int32), None) is none
+    top_k = torch.tensor([1, 3], dtype=torch.int32)
+    found = sampler.apply_top_k_top_p(drafts, top_k, None)
+    assert found.isfinite().sum(-1).tolist() == [1, 3]
+
+
 @pytest.mark.parametrize("heads_apart", [False, True])
 def test_all_heads_of_a_token_are_rotated_by_its_position(heads_apart: bool) -> None:
     """With a dimension for heads, as in latent attention, and without one."""

@@ -1,8 +1,9 @@
-"""In vLLM's process on a CPU: two kernels of vLLM 0.32 that compute something else.
+"""In vLLM's process on a CPU: kernels of vLLM 0.32 that compute something else, or fail.
 
 Its rejection sampler spreads temperature, top_k and top_p of each request over the rows of its
 drafts by a copy in whole numbers, which it drops. The rows then have what their memory had before:
-log-probs are wrong, or not finite.
+log-probs are wrong, or not finite. And top_k alone fails in a step without a draft, as that of a
+prompt is, which ends vLLM's process.
 
 Its rotary embedding takes the distance of two heads for that of two tokens if queries have a
 dimension for heads, as those of latent attention (DeepSeek V3) have: it rotates each head of a
@@ -17,15 +18,28 @@ import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import register_kernels
+from vllm.v1.sample import rejection_sampler
 
 _EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
+_CUT = rejection_sampler.apply_top_k_top_p
 _ROTARY_KERNEL = RotaryEmbedding.forward_cpu
 
 
 def install() -> None:
-    """Replace the kernel of the rejection sampler, on a CPU."""
+    """Replace the kernels of the rejection sampler, on a CPU."""
     if current_platform.is_cpu():
         register_kernels({_EXPAND: expand})
+        rejection_sampler.apply_top_k_top_p = cut
+
+
+def cut(
+    logits_TV: torch.Tensor, top_k_T: torch.Tensor | None, top_p_T: torch.Tensor | None
+) -> torch.Tensor:
+    """Apply top_k and top_p to the logits of the drafts of a step, perhaps of none."""
+    if not len(logits_TV):
+        return logits_TV
+    found: torch.Tensor = _CUT(logits_TV, top_k_T, top_p_T)
+    return found
 
 
 def mend_rotary_embedding() -> None:
