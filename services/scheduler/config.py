@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from forge.core.errors import InvalidArgument
 from forge.core.queue.admission import GenerationLimit, Mode, PartialGroups, QueueSettings
-from forge.core.tasks.template_kwargs import merged
+from forge.core.tasks import template_kwargs
 from forge.core.tasks.validation import MAX_GROUP_SIZE
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_settings
@@ -93,7 +93,7 @@ class SchedulerConfig(ServiceConfig):
         """Raises `InvalidArgument` for settings without effect and for a short token validity."""
         self._refuse_ignored()
         for domain, kwargs in self.domain_chat_template_kwargs.items():
-            merged(kwargs, field=f"domain_chat_template_kwargs.{domain}")
+            template_kwargs.check(kwargs, field=f"domain_chat_template_kwargs.{domain}")
         if self.session_ttl_s < self.queue.rollout_timeout_s:
             raise InvalidArgument(
                 f"session_ttl_s = {self.session_ttl_s:g} must be at least queue.rollout_timeout_s "

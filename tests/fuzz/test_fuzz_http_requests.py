@@ -155,9 +155,8 @@ def test_chat_completions(body: bytes) -> None:
         chat_schema.choices_of(request)
         messages = chat_schema.messages_of(request, PlaceholderImages())
         list(chat_schema.prefill_of(request, messages)[0])
-        MODEL.template_kwargs(
-            chat_schema.template_kwargs_of(request, MODEL.template_variables, headers)
-        )
+        asked = chat_schema.template_kwargs_of(request, MODEL.template_variables, headers)
+        MODEL.template_kwargs("", asked)
 
     understood(read)
 

@@ -20,14 +20,21 @@ def kwargs_json(kwargs: Mapping[str, Any] | None) -> str:
     return json.dumps(kwargs, sort_keys=True, separators=(",", ":")) if kwargs else ""
 
 
+def check(kwargs: str, *, field: str = "chat_template_kwargs") -> None:
+    """Raise `InvalidArgument` with `field` for variables of a task, a domain or a request that are
+    too large or no JSON object."""
+    size_bytes = len(kwargs.encode())
+    if size_bytes > MAX_KWARGS_BYTES:
+        raise InvalidArgument(f"{field} has {size_bytes} bytes; at most {MAX_KWARGS_BYTES}")
+    merged(kwargs, field=field)
+
+
 def merged(*layers: str, field: str = "chat_template_kwargs") -> dict[str, Any]:
     """Return the variables of several JSON objects; a later object replaces those of the same name,
-    and "" has none. Raises `InvalidArgument` with `field` for another text."""
+    and "" has none. Together they may be larger than each may be. Raises `InvalidArgument` with
+    `field` for another text."""
     variables: dict[str, Any] = {}
     for layer in filter(None, layers):
-        size_bytes = len(layer.encode())
-        if size_bytes > MAX_KWARGS_BYTES:
-            raise InvalidArgument(f"{field} has {size_bytes} bytes; at most {MAX_KWARGS_BYTES}")
         try:
             read = json.loads(layer)
         except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from forge.core.errors import InvalidArgument
-from forge.core.tasks.template_kwargs import merged
+from forge.core.tasks import template_kwargs
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_GROUP_SIZE = 4096
@@ -55,7 +55,7 @@ def check_task_fields(task: TaskFields) -> None:
         raise InvalidArgument(f"group_size {task.group_size} must be at least 1")
     if not 0 <= task.difficulty <= 1:
         raise InvalidArgument(f"difficulty {task.difficulty} must be from 0 to 1")
-    merged(task.chat_template_kwargs_json, field="chat_template_kwargs_json")
+    template_kwargs.check(task.chat_template_kwargs_json, field="chat_template_kwargs_json")
     _check_models(task.models)
     check_metadata(task.metadata)
     if len(task.user.encode()) > MAX_USER_BYTES:

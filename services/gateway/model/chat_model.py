@@ -144,10 +144,12 @@ class ChatModel:
             self._templates[kwargs] = self._template(json.loads(kwargs))
         return self._templates[kwargs]
 
-    def template_kwargs(self, *layers: str) -> str:
-        """Returns the variables of JSON objects together, later objects first, in one spelling.
-        Raises `InvalidArgument` for a variable that the chat template does not have."""
-        return merged_kwargs(self.template_variables, *layers) if any(layers) else ""
+    def template_kwargs(self, granted: str, asked: str) -> str:
+        """Returns the variables of a session's token and those of a request over them, in one
+        spelling. Raises `InvalidArgument` for a variable that the chat template does not have."""
+        if not (granted or asked):
+            return ""
+        return merged_kwargs(self.template_variables, granted, asked)
 
     def encode(self, text: str, *, special: bool = False) -> bytes:
         """Returns int32 ids; special tokens in the text are recognized. `special` adds those of the

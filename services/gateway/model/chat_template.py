@@ -141,13 +141,15 @@ def variables_of(template: str) -> frozenset[str]:
     return frozenset(names) - _RESERVED
 
 
-def merged_kwargs(variables: frozenset[str], *layers: str) -> str:
-    """Returns the variables of all layers, later ones first, as `kwargs_json`.
+def merged_kwargs(variables: frozenset[str], granted: str, asked: str) -> str:
+    """Returns the variables of a session's token and those of a request over them, as
+    `kwargs_json`.
 
-    Raises `InvalidArgument` for a layer that is no JSON object, is too large, or sets a name that
-    is not in `variables`; the message has the name and the value.
+    Raises `InvalidArgument` for a request's that are no JSON object or too large, and for a name
+    that is not in `variables`; the message has the name and the value.
     """
-    merged = template_kwargs.merged(*layers)
+    template_kwargs.check(asked)
+    merged = template_kwargs.merged(granted, asked)
     for name, value in merged.items():
         if name not in variables:
             raise InvalidArgument(

@@ -76,6 +76,7 @@ def test_ctrl_c_while_modules_load_prints_nothing() -> None:
     assert command.stdout == command.stderr == ""
 
 
+@pytest.mark.usefixtures("hang_ups")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signal_in_a_blocking_command_is_one_line(number: signal.Signals) -> None:
     """The command unwinds, so it removes its temporary files."""

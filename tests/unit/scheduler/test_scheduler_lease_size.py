@@ -35,7 +35,8 @@ EMOJI = "\N{ROCKET}"
 
 def kwargs(name: str) -> str:
     around = len(json.dumps({name: ""}))
-    return json.dumps({name: EMOJI * (MAX_KWARGS_BYTES - around)}, ensure_ascii=False)
+    most = (MAX_KWARGS_BYTES - around) // len(EMOJI.encode())
+    return json.dumps({name: EMOJI * most}, ensure_ascii=False)
 
 
 CONFIG = SchedulerConfig(etcd="etcd:2379", domain_chat_template_kwargs={"code": kwargs("a")})

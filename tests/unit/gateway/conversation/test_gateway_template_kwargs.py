@@ -58,6 +58,13 @@ def test_request_variables_replace_those_of_the_token() -> None:
     assert model.template_kwargs(OFF, '{ "enable_thinking": true }') == '{"enable_thinking":true}'
 
 
+def test_variables_of_a_token_may_be_larger_than_those_of_a_request() -> None:
+    """They are those of the domain and of the task together, each within the bound."""
+    large = json.dumps({"enable_thinking": "x" * 5000})
+    assert make_model("qwen3").template_kwargs(large, OFF) == OFF
+    assert len(make_model("qwen3").template_kwargs(large, "")) > 5000
+
+
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
