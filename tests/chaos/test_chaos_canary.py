@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.suite.forge_run import ForgeRun
+from tests.support.suite.second_worker import SECOND, second_worker
 
 pytestmark = pytest.mark.timeout(1800)
 
 CANARY = {"share": 0.5, "trajectories": 4, "max_reward_drop": 1000}
-SECOND = "decode-2"
 
 
 @contextmanager
@@ -31,24 +29,6 @@ def run_with_canary(folder: Path, root: Path, **bounds: float) -> Iterator[Forge
     with second_worker(run):
         yield run
         assert run.interrupt() == 130, run.explain()
-
-
-@contextmanager
-def second_worker(run: ForgeRun) -> Iterator[None]:
-    """A copy of the run's worker, which its supervisor does not know."""
-    started = json.loads((run.directory / "processes.json").read_text())["decode"]
-    flags = [
-        one.replace("--instance-id=decode", f"--instance-id={SECOND}") for one in started["flags"]
-    ]
-    with (run.directory / "logs" / f"{SECOND}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", started["module"], *flags], stdout=log, stderr=log
-        )
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def events(run: ForgeRun, name: str, *kinds: str) -> list[dict[str, Any]]:

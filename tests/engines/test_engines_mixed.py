@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,12 +21,15 @@ from tests.contract.engines import prompt_ids, save_tokenizer
 from tests.support.inference.cluster import InferenceCluster, inference_cluster
 from tests.support.inference.version_tables import VersionTables
 from tests.support.runtime.etcd import EtcdServer
+from tests.support.runtime.scraped import by_label, scraped
+from tests.support.runtime.waiting import until
 
 pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
 
 VLLM = ("--engine", "vllm", "--dtype", "float32", "--kv.mib", "64", "--kv.cache-mib", "1")
 EMBEDDED = ("--dtype", "float32")
 MOST = 300
+HELD_TOKENS = 100
 
 
 @pytest_asyncio.fixture
@@ -38,7 +43,6 @@ async def inference(
     model = engines.CONFIGS["qwen3"]
     async with inference_cluster(folder, shared_etcd, "mixed", model=model) as cluster:
         save_tokenizer(folder / "model")
-        cluster.start("router")
         yield cluster
 
 
@@ -46,6 +50,7 @@ async def test_embedded_and_vllm_share_load_swaps_and_deaths(inference: Inferenc
     """The weights change under load, then a worker is killed, for each engine. Every answer is
     whole, each token has the log-prob of the version that it names, and an answer with penalties,
     which both resume, is whole, too."""
+    inference.start("router")
     vllm = inference.start("both", *VLLM)
     embedded = [inference.start("both", *EMBEDDED) for _ in range(2)]
     versions = VersionTables(inference)
@@ -94,3 +99,54 @@ async def test_embedded_and_vllm_share_load_swaps_and_deaths(inference: Inferenc
     for sample in await asyncio.gather(*(inference.sample(ids, **held) for ids in plain)):
         assert sample.engines == ["embedded"]
         assert re.fullmatch("[a-z]{6,8}", engines.text_of(sample.ids[:-1]))
+
+
+async def test_answers_that_start_over_on_another_engine_are_counted(
+    inference: InferenceCluster,
+) -> None:
+    """The embedded worker dies in mid-answer. vLLM with drafts continues seeded answers by other
+    draws, and answers with cuts without shares. The router counts each by its reason, and no plain
+    answer."""
+    router = inference.start("router")
+    embedded = inference.start("both", *EMBEDDED)
+    versions = VersionTables(inference)
+    await versions.publish(embedded)
+    await inference.known_to_router(embedded)
+    held = {"max_tokens": HELD_TOKENS * 2, "temperature": 1.0}
+    asked: dict[str, list[dict[str, Any]]] = {
+        "": [{}, {}],
+        "draws": [{"seed": 1}, {"seed": 2}, {"seed": 3}],
+        "shares": [{"top_k": 5}, {"top_k": 6}],
+    }
+    options = [one | held for group in asked.values() for one in group]
+    prompts = [prompt_ids(20 + n, seed=n) for n in range(len(options))]
+    with inference.held_answers(HELD_TOKENS):
+        calls = [
+            asyncio.create_task(inference.sample(ids, **one))
+            for ids, one in zip(prompts, options, strict=True)
+        ]
+        await until(partial(has_read, inference, prompts))
+        vllm = inference.start("both", *VLLM, "--vllm.draft-tokens", "2")
+        await inference.known_to_router(vllm)
+        inference.kill(embedded)
+    samples = await asyncio.gather(*calls)
+    for ids, one, sample in zip(prompts, options, samples, strict=True):
+        assert sample.engines == ["embedded", "vllm"]
+        if one.keys() == held.keys():
+            versions.check(ids, sample)
+    metadata = (await inference.registered("router", router)).metadata
+    counted = by_label(
+        await asyncio.to_thread(scraped, metadata),
+        "forge_inference_requests_started_over_total",
+        "reason",
+    )
+    # An attempt that fails on vLLM counts, too.
+    least = {reason: len(group) for reason, group in asked.items() if reason}
+    assert counted.keys() == least.keys()
+    assert all(counted[reason] >= count for reason, count in least.items())
+
+
+async def has_read(inference: InferenceCluster, prompts: list[list[int]]) -> bool:
+    """Whether the router has the first token of each."""
+    (worker,) = (await inference.status()).workers
+    return worker.computed_tokens + worker.cached_tokens == sum(map(len, prompts))

@@ -145,6 +145,30 @@ async def test_refused_weights_that_cannot_be_replaced_end_the_worker(
     await import_module("tests.contract.vllm_engine").stop()
 
 
+async def test_trial_with_an_unexpected_error_drops_the_tokens_of_its_version(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a refusal does: they wait in the worker, which then ends."""
+    engine: Any = import_module("services.inference.engines.vllm.engine")
+    seen: list[Answer] = []
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine, "check_probe", broken)
+
+    async def swap_once(answer: Answer) -> None:
+        if not seen:
+            seen.append(answer)
+            with pytest.raises(ZeroDivisionError):
+                await pair.load(published(reference("qwen3", seed=1)), version=2)
+
+    with pytest.raises(Unavailable, match="weights 2 were refused"):
+        await pair.sample(prompt_ids(20), replace(GREEDY, max_tokens=400), on_piece=swap_once)
+    assert set(seen[0].versions) == {1}
+    await import_module("tests.contract.vllm_engine").stop()
+
+
 async def test_probe_that_is_never_computed_ends_the_worker(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

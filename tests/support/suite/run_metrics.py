@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forge.cli.connection import of_run
 from forge.client.retry import retried
+from tests.support.runtime.scraped import scraped
 from tests.support.suite.forge_run import LIMIT_S, ForgeRun
 
 KINDS = ("prefill", "decode", "router", "gateway")
@@ -62,16 +62,11 @@ async def _work_of_services(run: ForgeRun) -> dict[str, Work]:
         for kind in KINDS:
             for instance in await coordinator.discover(kind).wait(timeout_s=_READ_S):
                 try:
-                    text = await asyncio.to_thread(_read, instance.metadata["metrics"])
+                    text = await asyncio.to_thread(scraped, instance.metadata)
                 except OSError:
                     continue  # killed; its lease is still there
                 found[instance.instance_id] = _work(text)
     return found
-
-
-def _read(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=_READ_S) as response:
-        return str(response.read().decode())
 
 
 def _work(text: str) -> Work:
