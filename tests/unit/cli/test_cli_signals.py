@@ -86,6 +86,7 @@ def test_signal_in_a_blocking_command_is_one_line(number: signal.Signals) -> Non
     assert command.stderr == ""
 
 
+@pytest.mark.usefixtures("hang_ups")
 @pytest.mark.parametrize(
     ("shell", "outcome"),
     [
