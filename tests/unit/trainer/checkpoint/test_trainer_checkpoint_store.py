@@ -172,7 +172,7 @@ import torch
 from forge.v1 import trainer_pb2 as pb
 from services.trainer.checkpoint import files
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.checkpoint.history import History
+from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.shards import Shard
 
 # One child a point: the imports take most of the time. The parent prints how each child ended.
@@ -191,7 +191,7 @@ contents = files.Contents(
     shards=[Shard(name="master.w", offsets=(0,), data=weight)],
     model_path=folder,
 )
-history = History([pb.StepMetrics(step=1)])
+history = CheckpointHistory([pb.StepMetrics(step=1)])
 store.save(contents.write, step=1, weight_version=1, history=history)
 history.add(pb.StepMetrics(step=2))
 owner = {"_describe": files.Contents, "rename": Path, "replace": Path}.get(point, files)
