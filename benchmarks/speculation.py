@@ -20,13 +20,14 @@ without drafts and then with them:
     tokens_per_step  tokens of an answer in one decode step, on average
     speedup          tokens per CPU second of decode steps over those without drafts, with as many
                      drafts as there are heads
-    adaptive         the same with as many drafts as pay by the engine's own choice
+    adaptive         the same with as many drafts as pay by the engine's own choice (not for larger
+                     models on a CPU, whose answers take long)
     answer_speedup   as `speedup`, with all CPU time from the hand-off to the last token: tasks of
                      the event loop, messages, copies; the shorter the answers, the more of it
 
 On a GPU, policy and engines are there, and times are those of the clock, steps until the device has
-finished. Larger models then have more tasks, whose answers are longer: without examples of bare
-answers, they show their work. `--dtype` is that of the engines; the policy computes in float32.
+finished. Answers of larger models are longer: without examples of bare answers, they show their
+work. `--dtype` is that of the engines; the policy computes in float32.
 
 Keys without a step are of the last step, those with `at_0` of the first one; `kept` is acceptance
 at the end over that at the beginning.
@@ -62,6 +63,8 @@ from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
 
 PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 STEPS = StepClock()
+COPIES = {"online": "frozen", "tv_online": "tv"}
+"""Heads that start as copies of others: before the first step both have the same figures."""
 EAGER = 4
 """Answers that each engine gives at first, unmeasured, on a GPU: it compiles and captures."""
 
@@ -86,6 +89,8 @@ class Size:
     learning_rate: float
     worked: bool = False
     """Whether answers show the work."""
+    adaptive: bool = True
+    """Whether to measure the engine's own choice of drafts."""
 
 
 TINY = Size(
@@ -93,12 +98,10 @@ TINY = Size(
     learning_rate=5e-4,
 )  # fmt: skip
 LARGE = replace(
-    TINY, pretraining=60, tasks=4, each=4, prompts=4, rounds=1, tokens=24, learning_rate=2e-5
-)
-ON_GPU = replace(
-    LARGE, pretraining=150, tasks=8, each=4, prompts=12, rounds=1, tokens=96, points=3,
-    worked=True,
+    TINY, pretraining=60, tasks=4, each=4, prompts=16, rounds=1, tokens=64, learning_rate=2e-5,
+    worked=True, adaptive=False,
 )  # fmt: skip
+ON_GPU = replace(LARGE, pretraining=150, tasks=8, prompts=12, tokens=96, points=3, adaptive=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,27 +163,30 @@ async def measure(
     found: dict[str, float] = {}
     await engines[PLAIN].load(policy.published(None))
     for kind, heads in kinds.items():
-        for mode in (FIXED, ADAPTIVE):
+        drafting = [mode for mode in engines if mode != PLAIN]
+        for mode in drafting:
             await engines[mode].load(policy.published(heads))
         if STEPS.device.type != "cpu":
             for seed in range(EAGER):
                 for served in (engines[PLAIN], engines[FIXED]):
                     await answer(policy, served, tasks[0], seed, Measured())
-        for seed, task in enumerate(tasks):
-            # Acceptance of other heads is to be forgotten.
-            await answer(policy, engines[ADAPTIVE], task, seed, Measured())
+        if ADAPTIVE in engines:
+            for seed, task in enumerate(tasks):
+                # Acceptance of other heads is to be forgotten.
+                await answer(policy, engines[ADAPTIVE], task, seed, Measured())
         sums = {mode: Measured() for mode in engines}
         for _ in range(rounds):
             for seed, task in enumerate(tasks):
                 # Engines in turn, request by request: other work on the machine changes all alike.
                 for mode, served in engines.items():
                     await answer(policy, served, task, seed, sums[mode])
-        plain, fixed, adaptive = (sums[mode] for mode in (PLAIN, FIXED, ADAPTIVE))
+        plain, fixed = sums[PLAIN], sums[FIXED]
         found[f"{kind}.tokens_s"] = fixed.speed
         found[f"{kind}.acceptance"] = fixed.first_accepted / max(1.0, fixed.first_drafts)
         found[f"{kind}.tokens_per_step"] = fixed.tokens_per_step
         found[f"{kind}.speedup"] = fixed.speed / plain.speed
-        found[f"{kind}.adaptive"] = adaptive.speed / plain.speed
+        if ADAPTIVE in sums:
+            found[f"{kind}.adaptive"] = sums[ADAPTIVE].speed / plain.speed
         found[f"{kind}.answer_speedup"] = fixed.answer_speed / plain.answer_speed
     return found
 
@@ -195,11 +201,18 @@ async def pretrain(policy: Policy, served: Engine, size: Size) -> dict[str, MtpT
             samples += (await policy.rollouts(served, policy.tasks(2 * size.tasks), each=4))[0]
         batch = Random(update).sample(samples, min(len(samples), 2 * size.tasks))
         policy.train_heads([known, likely], policy.learner.plan(batch))
+    print(f"{size.pretraining} updates of the heads", flush=True)
+    trained = {"frozen": known, "tv": likely}
+    return trained | {copy: _copy(trained[original]) for copy, original in COPIES.items()}
+
+
+def _of_copies(figures: Mapping[str, float]) -> dict[str, float]:
+    """Figures of heads that were copied, before their first update."""
     return {
-        "frozen": known,
-        "online": _copy(known),
-        "tv": likely,
-        "tv_online": _copy(likely),
+        f"{copy}.{key.partition('.')[2]}": value
+        for copy, original in COPIES.items()
+        for key, value in figures.items()
+        if key.startswith(f"{original}.")
     }
 
 
@@ -230,7 +243,7 @@ async def run(path: Path, size: Size, dtype: str) -> dict[str, float]:
             mode: await stack.enter_async_context(
                 start(drafts=0 if mode == PLAIN else HEADS, adaptive=mode == ADAPTIVE)
             )
-            for mode in (PLAIN, FIXED, ADAPTIVE)
+            for mode in ((PLAIN, FIXED, ADAPTIVE) if size.adaptive else (PLAIN, FIXED))
         }
         sampler = await stack.enter_async_context(start(drafts=0, adaptive=False))
         await sampler.load(policy.published(None))
@@ -239,7 +252,10 @@ async def run(path: Path, size: Size, dtype: str) -> dict[str, float]:
         for step in range(size.steps + 1):
             if step in measured_at:
                 torch.set_num_threads(1)
-                figures = await measure(policy, kinds, engines, held_out, size.rounds)
+                measured = kinds if step else {kind: kinds[kind] for kind in COPIES.values()}
+                figures = await measure(policy, measured, engines, held_out, size.rounds)
+                if not step:
+                    figures |= _of_copies(figures)
                 show(f"after {step} steps", figures)
                 found |= figures | {f"{key}.at_{step}": value for key, value in figures.items()}
             if step == size.steps:
