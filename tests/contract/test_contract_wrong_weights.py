@@ -113,8 +113,8 @@ class NotedTuple(tuple[float, ...]):
 
 
 async def test_weights_on_trial_are_not_in_service(pair: Pair) -> None:
-    """While an engine compares them with their probe, its status has the version before, of which
-    its cached prefixes are."""
+    """While an engine compares them with their probe, its status has the version before: its cached
+    prefixes belong to that version."""
     new = reference("qwen3", seed=1)
     right = probe_of(new)
     for engine in {pair.prefill, pair.decode}:

@@ -188,8 +188,8 @@ async def test_own_prompt_of_other_weights_continues_no_cached_prefix() -> None:
 
 @pytest.mark.parametrize(("early", "messages"), [(False, 2), (True, 5)])
 async def test_prompt_is_released_when_its_caller_has_all(early: bool, messages: int) -> None:
-    """The caller ends the call then, perhaps before the prefill worker does. A prompt of which a
-    part is missing stays for the next fetch."""
+    """The caller ends the call then, perhaps before the prefill worker does. If a part
+    is missing, the prompt stays for the next fetch."""
     request = pb.FetchKvRequest(request_id="r", slices=True, release=True, early=early)
     for read in range(1, messages + 1):
         engine = Holding()

@@ -21,8 +21,11 @@ TYPE = "float8_e4m3fn"
 _SCALES = "_scale_inv"
 _POWERS_OF_TWO = "ue8m0"
 
-_Form = tuple[str, tuple[int, ...]]
-"""Type and shape of a tensor."""
+FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
+"""A cast between these keeps the values; one to fewer bits needs scales."""
+
+TypeAndShape = tuple[str, tuple[int, ...]]
+"""Of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +39,14 @@ class BlockScales:
     powers_of_two: bool
     """Whether scales are powers of two, as Blackwell's kernels need them."""
 
-    def forms(self, found: Mapping[str, _Form]) -> dict[str, _Form]:
-        """Return what becomes of tensors by name: those of `matrices` that are not quantized get
-        another type, and scales beside them."""
+    def forms(self, found: Mapping[str, TypeAndShape]) -> dict[str, TypeAndShape]:
+        """Return what becomes of tensors by name: those of `matrices` that are not quantized
+        get scales beside them, and floats another type."""
         forms = dict(found)
         for name in self.matrices & found.keys():
             dtype, shape = found[name]
             if dtype != TYPE and len(shape) == len(self.block):
-                forms[name] = TYPE, shape
+                forms[name] = TYPE if dtype in FLOATS else dtype, shape
                 forms[name + _SCALES] = "float32", self._blocks(shape)
         return forms
 

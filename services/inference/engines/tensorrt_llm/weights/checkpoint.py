@@ -24,7 +24,9 @@ from services.inference.engines.arriving import Form
 from services.inference.engines.base import BrokenWeights, UnfitWeights
 from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.weights.block_scales import (
+    FLOATS,
     BlockScales,
+    TypeAndShape,
     read_block_scales,
 )
 
@@ -44,8 +46,6 @@ _ITEM_BYTES = {
     "int8": 1,
     "bool": 1,
 }
-_FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
-"""A cast between these keeps the values; one to fewer bits needs scales."""
 _ROUNDED = frozenset({"bfloat16", "float16"})
 _NO_MODEL = frozenset({"master.safetensors", "consolidated.safetensors"})
 """The optimizer's copy in a checkpoint of the trainer, and a second copy of the model."""
@@ -55,10 +55,6 @@ _EMBEDDING = "embed_tokens.weight"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _NAMED = 3
 """Names in an error."""
-
-
-_Form = tuple[str, tuple[int, ...]]
-"""Type and shape of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +180,7 @@ class Checkpoint:
             ) from error
         return names if names.differ else None
 
-    def _check(self, found: Mapping[str, _Form], version: int) -> None:
+    def _check(self, found: Mapping[str, TypeAndShape], version: int) -> None:
         self._check_names(found.keys(), version=version)
         for name, form in found.items():
             self._check_form(name, form, version=version)
@@ -207,10 +203,10 @@ class Checkpoint:
                 f"{len(unknown)} are unknown ({', '.join(unknown[:_NAMED])}){self._advice()}"
             )
 
-    def _check_form(self, name: str, form: _Form, *, version: int) -> None:
+    def _check_form(self, name: str, form: TypeAndShape, *, version: int) -> None:
         dtype, shape = form
         wanted = self.types[name]
-        if dtype != wanted and not {dtype, wanted} <= _FLOATS:
+        if dtype != wanted and not {dtype, wanted} <= FLOATS:
             raise UnfitWeights(
                 f"weights {version}: {name} is {dtype}, the checkpoint in model_path has "
                 f"{wanted}{self._advice()}"
@@ -310,7 +306,7 @@ def is_rounded(types: Iterable[str]) -> bool:
 
 
 def _check_finite(tensor: NamedTensor, *, version: int) -> None:
-    if tensor.dtype in _FLOATS and not _is_finite(tensor):
+    if tensor.dtype in FLOATS and not _is_finite(tensor):
         raise BrokenWeights(f"weights {version}: {tensor.name} has NaN or infinity")
 
 

@@ -17,7 +17,7 @@ from tests.contract.engines import GREEDY, make_prompt, prompt_ids
 async def test_prompt_that_its_caller_leaves_at_once_is_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The actor has taken it, and would compute it for nobody."""
+    """The actor has taken it. Without an abort it would compute a prompt whose caller has left."""
     engines.CONFIGS["qwen3"].save_pretrained(tmp_path)
     asked, told = asyncio.Event(), list[Any]()
 

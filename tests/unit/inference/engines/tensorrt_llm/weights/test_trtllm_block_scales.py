@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,16 @@ def test_static_scales_of_activations_are_missing(tmp_path: Path) -> None:
     save_file(found | {f"{name}.input_scale": torch.ones(1)}, folder / "model.safetensors")
     with pytest.raises(UnfitWeights, match=rf"1 tensors are missing \({name}.input_scale\)"):
         read_checkpoint(str(folder), NEW).fit(published(model), version=1)
+
+
+def test_integers_are_not_quantized(tmp_path: Path) -> None:
+    """They would be other numbers."""
+    model = reference("qwen3")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors = published(model)
+    integers = replace(tensors[name], dtype="int32")
+    with pytest.raises(UnfitWeights, match=rf"{name}.* is int32, .* has float8_e4m3fn"):
+        checkpoint_of(tmp_path, model).fit(tensors | {name: integers}, version=1)
 
 
 def test_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
