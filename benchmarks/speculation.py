@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
                                      [--steps N] [--root DIRECTORY] [--device cuda:0]
-                                     [--dtype bfloat16] [--points N]
+                                     [--dtype bfloat16] [--points N] [--state FILE]
 
 Heads are trained on samples of the starting policy. Then the policy takes optimizer steps on
 rewards of its own samples, drawn by the embedded engine, with draft heads of four kinds beside it:
@@ -27,7 +27,8 @@ without drafts and then with them:
 
 On a GPU, policy and engines are there, and times are those of the clock, steps until the device has
 finished. Answers of larger models are longer: without examples of bare answers, they show their
-work. `--dtype` is that of the engines; the policy computes in float32.
+work. `--dtype` is that of the engines; the policy computes in float32. With `--state` the run is
+kept in a file every few steps, and a run that was ended continues from it.
 
 Keys without a step are of the last step, those with `at_0` of the first one; `kept` is acceptance
 at the end over that at the beginning.
@@ -65,6 +66,9 @@ PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 STEPS = StepClock()
 COPIES = {"online": "frozen", "tv_online": "tv"}
 """Heads that start as copies of others: before the first step both have the same figures."""
+KEPT_EVERY = 5
+"""Steps, or a multiple of 4 of updates of the heads before the first, after which `--state` is
+written."""
 EAGER = 4
 """Answers that each engine gives at first, unmeasured, on a GPU: it compiles and captures."""
 
@@ -191,19 +195,72 @@ async def measure(
     return found
 
 
-async def pretrain(policy: Policy, served: Engine, size: Size) -> dict[str, MtpTraining]:
-    """Heads of each loss on samples of the starting policy."""
-    known, likely = policy.new_heads("topk_kl"), policy.new_heads("tv")
-    samples: list[Sample] = []
-    for update in range(size.pretraining):
+class KeptRun:
+    """A run's state after some steps, in a file; without a file, of this process alone."""
+
+    def __init__(self, file: Path | None, policy: Policy, about: str) -> None:
+        """`about`: two runs with the same text do the same."""
+        self.step = 0
+        self.found: dict[str, float] = {}
+        self.updates = 0
+        """Updates of the heads before the first step."""
+        self.kinds = {kind: policy.new_heads("topk_kl") for kind in ("frozen", "online")}
+        self.kinds |= {kind: policy.new_heads("tv") for kind in ("tv", "tv_online")}
+        self.samples: list[Sample] = []
+        """Of the starting policy."""
+        self._file, self._policy, self._about = file, policy, about
+        if file is None or not file.exists():
+            return
+        state = torch.load(file, weights_only=False)
+        if state["about"] != about:
+            raise SystemExit(f"--state {file} is of another run: {state['about']}, not {about}")
+        self.step, self.found, self.updates = state["step"], state["found"], state["updates"]
+        self.samples = state["samples"]
+        policy.load_state_dict(state["policy"])
+        for kind, heads in self.kinds.items():
+            heads.load_state_dict(state["kinds"][kind])
+        print(f"continues after {self.updates} updates and {self.step} steps", flush=True)
+
+    def keep(self) -> None:
+        """Write the file."""
+        if self._file is None:
+            return
+        state = {
+            "about": self._about,
+            "step": self.step,
+            "found": self.found,
+            "updates": self.updates,
+            "samples": self.samples,
+            "policy": self._policy.state_dict(),
+            "kinds": {kind: heads.state_dict() for kind, heads in self.kinds.items()},
+        }
+        unfinished = self._file.with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        unfinished.replace(self._file)
+
+    def copy_heads(self) -> None:
+        """Let the heads of `COPIES` begin as those that they are copies of."""
+        for copy, original in COPIES.items():
+            self.kinds[copy].load_state_dict(deepcopy(self.kinds[original].state_dict()))
+
+
+async def pretrain(policy: Policy, served: Engine, size: Size, kept: KeptRun) -> None:
+    """Train the heads of each loss on samples of the starting policy."""
+    first = kept.updates
+    for update in range(first, size.pretraining):
         if update % 20 == 0:
             # The policy stays: batches are drawn again from many samples.
-            samples += (await policy.rollouts(served, policy.tasks(2 * size.tasks), each=4))[0]
-        batch = Random(update).sample(samples, min(len(samples), 2 * size.tasks))
-        policy.train_heads([known, likely], policy.learner.plan(batch))
-    print(f"{size.pretraining} updates of the heads", flush=True)
-    trained = {"frozen": known, "tv": likely}
-    return trained | {copy: _copy(trained[original]) for copy, original in COPIES.items()}
+            kept.samples += (await policy.rollouts(served, policy.tasks(2 * size.tasks), each=4))[0]
+        batch = Random(update).sample(kept.samples, min(len(kept.samples), 2 * size.tasks))
+        heads = [kept.kinds["frozen"], kept.kinds["tv"]]
+        policy.train_heads(heads, policy.learner.plan(batch))
+        kept.updates = update + 1
+        if kept.updates % (4 * KEPT_EVERY) == 0:
+            kept.keep()
+    if first < size.pretraining:
+        print(f"{size.pretraining} updates of the heads", flush=True)
+        kept.copy_heads()
+        kept.keep()
 
 
 def _of_copies(figures: Mapping[str, float]) -> dict[str, float]:
@@ -216,20 +273,7 @@ def _of_copies(figures: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _copy(heads: MtpTraining) -> MtpTraining:
-    """Heads and optimizer alike, of the same policy."""
-    policy = heads._policy
-    return deepcopy(
-        heads,
-        {
-            id(policy): policy,
-            id(policy.states): policy.states,
-            id(heads._embedding): heads._embedding,
-        },
-    )
-
-
-async def run(path: Path, size: Size, dtype: str) -> dict[str, float]:
+async def run(path: Path, size: Size, dtype: str, state: Path | None = None) -> dict[str, float]:
     """All figures."""
     policy = Policy(
         path, learning_rate=size.learning_rate, head_rate=2e-3, tokens=size.tokens,
@@ -237,7 +281,8 @@ async def run(path: Path, size: Size, dtype: str) -> dict[str, float]:
     )  # fmt: skip
     start = partial(engine, path, clock=STEPS, dtype=dtype)
     held_out = policy.tasks(size.prompts, Random("held out"))
-    found: dict[str, float] = {}
+    kept = KeptRun(state, policy, f"{path.name} {dtype} {size}")
+    kinds, found = kept.kinds, kept.found
     async with AsyncExitStack() as stack:
         engines = {
             mode: await stack.enter_async_context(
@@ -247,10 +292,11 @@ async def run(path: Path, size: Size, dtype: str) -> dict[str, float]:
         }
         sampler = await stack.enter_async_context(start(drafts=0, adaptive=False))
         await sampler.load(policy.published(None))
-        kinds = await pretrain(policy, sampler, size)
+        await pretrain(policy, sampler, size, kept)
         measured_at = {round(size.steps * n / (size.points - 1)) for n in range(size.points)}
-        for step in range(size.steps + 1):
-            if step in measured_at:
+        while True:
+            step = kept.step
+            if step in measured_at and f"tv.speedup.at_{step}" not in found:
                 torch.set_num_threads(1)
                 measured = kinds if step else {kind: kinds[kind] for kind in COPIES.values()}
                 figures = await measure(policy, measured, engines, held_out, size.rounds)
@@ -258,6 +304,7 @@ async def run(path: Path, size: Size, dtype: str) -> dict[str, float]:
                     figures |= _of_copies(figures)
                 show(f"after {step} steps", figures)
                 found |= figures | {f"{key}.at_{step}": value for key, value in figures.items()}
+                kept.keep()
             if step == size.steps:
                 break
             samples, reward = await policy.rollouts(
@@ -269,8 +316,11 @@ async def run(path: Path, size: Size, dtype: str) -> dict[str, float]:
             policy.train_heads([kinds["online"], kinds["tv_online"]], plan)
             policy.learner.step(plan, weight_version=1)
             await sampler.load(policy.published(None))
-            if (step + 1) % 10 == 0:
-                print(f"{step + 1} steps, reward {reward:.3f}", flush=True)
+            kept.step += 1
+            if kept.step % KEPT_EVERY == 0:
+                kept.keep()
+            if kept.step % 10 == 0:
+                print(f"{kept.step} steps, reward {reward:.3f}", flush=True)
     for kind in kinds:
         found[f"{kind}.kept"] = found[f"{kind}.acceptance"] / found[f"{kind}.acceptance.at_0"]
     return found
@@ -284,6 +334,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of the engines")
+    parser.add_argument("--state", type=Path, help="keep the run here, and continue from it")
     options: argparse.Namespace = parser.parse_args()
     STEPS.device = torch.device(options.device)
     path = asyncio.run(ensure_model(options.model, seed=0, root=options.root))
@@ -298,7 +349,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with STEPS.running():
-        found = asyncio.run(run(path, size, options.dtype))
+        found = asyncio.run(run(path, size, options.dtype, options.state))
     show(f"draft heads beside {options.model}, {size.steps} steps", found)
     keep(found, options.json)
 

@@ -275,6 +275,20 @@ class Policy:
         found = task.episode.score(Transcript(answer=text, turns=1))
         return next(one.value for one in found if one.kind == "outcome")
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on, except the heads."""
+        return {
+            "model": self.learner.policy.model.state_dict(),
+            "learner": self.learner.state_dict(),
+            "rng": self._rng.getstate(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a policy of the same model."""
+        self.learner.policy.model.load_state_dict(state["model"])
+        self.learner.load_state_dict(state["learner"])
+        self._rng.setstate(state["rng"])
+
     def train_heads(self, heads: Sequence[MtpTraining], plan: BatchPlan) -> None:
         """One update of each set on a batch, under the present weights."""
         for one in heads:
