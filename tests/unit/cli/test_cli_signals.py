@@ -62,6 +62,9 @@ async def main():
 finish(main, "Interrupted.")
 """
 
+SHELL = ("bash", "--noprofile", "--norc", "--login", "-i", "-O", "huponexit")
+"""Its input may end before SIGHUP comes. It then sends that to its jobs only with this option."""
+
 
 def ended(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -107,7 +110,7 @@ def test_a_closed_terminal_stops_a_command_once(tmp_path: Path, shell: str, outc
     pid, terminal = pty.fork()
     if not pid:
         env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-        os.execvpe("bash", ["bash", "--norc", "-i"], env)
+        os.execvpe("bash", SHELL, env)
     os.write(terminal, f"{line}\n".encode())
     until_blocking(done.exists)
     os.close(terminal)
