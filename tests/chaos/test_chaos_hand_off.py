@@ -15,6 +15,7 @@ from tests.support.inference.cluster import InferenceCluster, inference_cluster
 from tests.support.runtime.etcd import EtcdServer
 from tests.support.runtime.waiting import until
 
+pytestmark = pytest.mark.timeout(1800)
 MOST = 8
 
 

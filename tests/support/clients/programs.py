@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[3]
 VENV = ROOT / ".venv-clients"
 NODE_DIR = ROOT / "tests/clients/node"
 PROGRAMS_DIR = ROOT / "tests/clients/programs"
-TIMEOUT_S = 240.0
+TIMEOUT_S = 400.0
+"""Of a program or an agent. A test runs up to two, and `make test-clients` gives it 900 s."""
 
 
 def look_call(at: str) -> str:
