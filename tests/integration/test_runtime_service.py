@@ -37,7 +37,9 @@ START_S = 240.0
 class Process:
     """One echo service as a child process."""
 
-    def __init__(self, folder: Path, endpoint: str, cluster: str, *flags: str) -> None:
+    def __init__(
+        self, folder: Path, endpoint: str, cluster: str, *flags: str, unit_process: str
+    ) -> None:
         Keyring.generate(folder / "key")
         self.log = folder / "echo.log"
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -47,10 +49,13 @@ class Process:
         command += ["--log-file", str(self.log), "--instance-id", "echo-1"]
         # A stall of some seconds shall not put it out of discovery.
         command += ["--lease-ttl-s", "30"]
+        systemd = {"NOTIFY_SOCKET": str(folder / "notify")}
+        # The shell stays the same process when it becomes the service.
+        shell = ["sh", "-c", f'export SYSTEMD_EXEC_PID={unit_process}; exec "$0" "$@"']
         self.child = subprocess.Popen(
-            [*command, *flags],
+            [*shell, *command, *flags],
             stderr=subprocess.PIPE,
-            env={**os.environ, "NOTIFY_SOCKET": str(folder / "notify")},
+            env={**os.environ, **systemd},
             cwd=Path(__file__).parents[2],
             text=True,
         )
@@ -101,8 +106,9 @@ async def start(tmp_path: Path, etcd: EtcdServer, cluster: str) -> AsyncIterator
     """Starts the service with the given flags; ends it after the test."""
     started: list[Process] = []
 
-    def start(*flags: str, endpoint: str = etcd.endpoint) -> Process:
-        started.append(Process(tmp_path, endpoint, cluster, *flags))
+    def start(*flags: str, endpoint: str = etcd.endpoint, unit_process: str = "$$") -> Process:
+        made = Process(tmp_path, endpoint, cluster, *flags, unit_process=unit_process)
+        started.append(made)
         return started[-1]
 
     yield start
@@ -151,6 +157,15 @@ async def test_service_starts_serves_drains_and_exits_with_zero(
         "echo_stopped",
         "stopped",
     ]
+
+
+async def test_unit_outlives_a_child_of_its_process(start: Start, coordinator: Coordinator) -> None:
+    """systemd would kill a unit that says it stops, and does not: torchrun starts ranks again."""
+    process = start(unit_process="1")
+    await coordinator.discover("echo").wait(timeout_s=START_S)
+    process.child.terminate()
+    assert await process.ended() == 0
+    assert process.notified() == ["READY=1"]
 
 
 async def test_every_log_line_has_service_and_instance(

@@ -40,7 +40,7 @@ from forge.runtime.process.credential_reload import reload_credentials
 from forge.runtime.process.metrics_listener import serve_metrics
 from forge.runtime.process.span_export import export_spans
 from forge.runtime.process.stop_signals import on_stop_signal
-from forge.runtime.process.watchdog import feed_watchdog, limit_s
+from forge.runtime.process.watchdog import ends_unit, feed_watchdog, limit_s
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.remote import Remote
 from forge.runtime.rpc.server import RpcServer
@@ -383,7 +383,8 @@ class _Process:
         drain_s = self._config.drain_s
         deadline_s = time.monotonic() + drain_s
         log.info("draining", at_most_s=drain_s)
-        self._systemd.notify("STOPPING=1")
+        if ends_unit(os.environ):
+            self._systemd.notify("STOPPING=1")
         await cancel_and_wait(self._clock_watch)
         if self._context.registration is not None:
             await self._context.registration.close()

@@ -2,7 +2,7 @@
 
 A process that hangs, or an actor whose messages wait for `WatchdogSec` while it handles none, gets
 no beat; systemd then kills the process and starts it again. Without systemd there is no watchdog.
-Source: sd_watchdog_enabled(3).
+Sources: sd_watchdog_enabled(3), systemd.exec(5).
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ def limit_s(environ: Mapping[str, str]) -> float:
     if environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     return int(environ.get("WATCHDOG_USEC", 0)) / 1e6
+
+
+def ends_unit(environ: Mapping[str, str]) -> bool:
+    """Return whether the end of this process is that of its unit: not of a rank, which torchrun
+    starts again. systemd kills a unit that says STOPPING=1 and does not end."""
+    return environ.get("SYSTEMD_EXEC_PID", str(os.getpid())) == str(os.getpid())
 
 
 async def feed_watchdog(systemd: Notifier, actors: ActorSystem, limit_s: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from forge.runtime.actors.actor_system import ActorSystem
-from forge.runtime.process.watchdog import feed_watchdog, limit_s
+from forge.runtime.process.watchdog import ends_unit, feed_watchdog, limit_s
 from tests.support.runtime.actors import Gate
 
 LIMIT_S = 0.03
@@ -80,3 +80,16 @@ def test_watchdog_limit_applies_to_the_process_of_the_unit(
 ) -> None:
     """A child that inherits the variables has no watchdog."""
     assert limit_s(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, True),
+        ({"SYSTEMD_EXEC_PID": str(os.getpid())}, True),
+        ({"SYSTEMD_EXEC_PID": "1"}, False),
+    ],
+)
+def test_unit_ends_with_its_own_process(environ: dict[str, str], expected: bool) -> None:
+    """And with that of a supervisor that is no systemd."""
+    assert ends_unit(environ) == expected
