@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, DynamicCache
 
 from tests.support.inference.tensorrt_llm_fake.behaviour import behaviour, misuse
 from tests.support.inference.tensorrt_llm_fake.executor.result import Logprob
+from tests.support.inference.tensorrt_llm_fake.quantized import NARROW, check_update, computed
 from tests.support.inference.tensorrt_llm_fake.sampling_params import LogprobMode, SamplingParams
 
 
@@ -52,12 +53,16 @@ class RankModel:
         """All tensors as the checkpoint has them."""
         self.calls: list[str] = []
         """The hooks called since the last update, of all parts."""
+        self._sent: set[str] = set()
+        """Names that the update has loaded."""
         self._modules = [
             Module("layer", self.calls),
             Module("draft", self.calls, removed=True),
             Module("head", self.calls),
         ]
         self._config = AutoConfig.from_pretrained(path)
+        # The stand-in restores quantized weights by itself.
+        vars(self._config).pop("quantization_config", None)
         for file in sorted(path.glob("*.safetensors")):
             self.stored |= load_file(file)
         self.hf: Any = self._built() if computes else None
@@ -72,18 +77,27 @@ class RankModel:
         """Copy tensors by the names of the checkpoint; unknown names are ignored, as by the
         library."""
         state = self.hf.state_dict() if self.computes else {}
+        self._sent |= weights.keys()
         for name, tensor in weights.items():
             if name in self.stored:
-                self.stored[name] = tensor.to(self.stored[name].dtype, copy=True)
-                if name in state:
+                dtype = self.stored[name].dtype
+                if dtype in NARROW and tensor.dtype != dtype:
+                    raise misuse(f"{name} is cast from {tensor.dtype} to {dtype}")
+                self.stored[name] = tensor.to(dtype, copy=True)
+                if name in state and dtype not in NARROW:
                     state[name].copy_(tensor)
                 else:
                     self._is_stale = self.computes
 
+    def end_update(self) -> None:
+        """Check that the update had all that quantized layers need."""
+        check_update(self.stored, self._sent)
+        self._sent.clear()
+
     def _built(self) -> Any:
         owner: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
         model = owner.from_pretrained(
-            None, config=self._config, state_dict=dict(self.stored), dtype=torch.float32
+            None, config=self._config, state_dict=computed(self.stored), dtype=torch.float32
         )
         return model.eval().requires_grad_(False)
 

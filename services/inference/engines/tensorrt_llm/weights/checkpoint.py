@@ -1,7 +1,8 @@
 """The tensors of the checkpoint that the library has loaded: each version must have the same ones.
 
 The library casts any type to its own, ignores names that it does not know, and keeps what it does
-not get, so nothing else finds weights of another model. Reads the headers of files alone.
+not get, so nothing else finds weights of another model. Reads the headers of files, and the scales
+that calibration has found.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,13 @@ from forge.core.named_tensor import SAFETENSORS_DTYPES, NamedTensor
 from services.inference.engines.arriving import Form
 from services.inference.engines.base import BrokenWeights, UnfitWeights
 from services.inference.engines.tensorrt_llm.library.surface import Feature
-from services.inference.engines.tensorrt_llm.weights.block_scales import (
+from services.inference.engines.tensorrt_llm.weights.matrix_forms import TypeAndShape
+from services.inference.engines.tensorrt_llm.weights.quantization import (
+    CALIBRATED,
     FLOATS,
-    BlockScales,
-    TypeAndShape,
-    read_block_scales,
+    Quantization,
+    UnknownForm,
+    read_quantization,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ class Fitting:
     tensors: Mapping[str, NamedTensor]
     names: OwnNames | None = None
     """The way to the names of the checkpoint; None: `tensors` have them."""
-    scales: BlockScales | None = None
+    scales: Quantization | None = None
     """The way to the types of the checkpoint; None: the library casts."""
 
     @property
@@ -83,7 +86,7 @@ class Fitting:
         found = iter(self.tensors.values())
         if self.names is not None:
             found = self.names.converted(self.tensors)
-        return found if self.scales is None else self.scales.converted(found)
+        return found if self.scales is None else self.scales.converted(found, self.tensors.keys())
 
     def fitting(self) -> Fitting:
         """Return itself."""
@@ -103,8 +106,8 @@ class Checkpoint:
     optional: frozenset[str] = frozenset()
     """Names that a version may lack: layers that draft, a tied head, constants."""
     quantization: str = ""
-    """How its weights are quantized; empty: not at all."""
-    scales: BlockScales | None = None
+    """How its weights are quantized, and what `scales` lacks; empty: not at all."""
+    scales: Quantization | None = None
     """The quantization, if versions can be given it."""
 
     @property
@@ -227,9 +230,33 @@ class Checkpoint:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What the files of a checkpoint have, by name."""
+
+    types: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    calibrated: dict[str, NamedTensor] = field(default_factory=dict)
+    """Scales of `CALIBRATED` names in float32."""
+
+    def read(self, file: Path) -> None:
+        """Add a file. Raises `OSError`, `SafetensorError`."""
+        with safe_open(file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118  # It is no mapping.
+                part = opened.get_slice(name)
+                dtype = SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
+                shape = tuple(part.get_shape())
+                self.types[name], self.shapes[name] = dtype, shape
+                if name.endswith(CALIBRATED) and dtype == "float32":
+                    data = opened.get_tensor(name).tobytes()
+                    self.calibrated[name] = NamedTensor(
+                        name=name, dtype=dtype, shape=shape, data=data
+                    )
+
+
 def read_checkpoint(model_path: str, features: Set[Feature] = frozenset()) -> Checkpoint:
-    """Read the headers of a model directory, for a library with `features`. Raises `ConfigError`
-    for one without weights."""
+    """Read the headers of a model directory, and its calibrated scales, for a library with
+    `features`. Raises `ConfigError` for one without weights."""
     directory = Path(model_path)
     files = [file for file in sorted(directory.glob("*.safetensors")) if file.name not in _NO_MODEL]
     if not files:
@@ -237,27 +264,28 @@ def read_checkpoint(model_path: str, features: Set[Feature] = frozenset()) -> Ch
             f"model_path = {model_path!r}: there is no *.safetensors in it; engine 'tensorrt_llm' "
             "loads them at its start, and compares each new version with them"
         )
-    types: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    config = _read_json(directory / "config.json")
+    quantization = _quantization(directory, config)
+    stored = _Stored()
     for file in files:
         try:
-            with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118  # It is no mapping.
-                    part = opened.get_slice(name)
-                    types[name] = SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
-                    shapes[name] = tuple(part.get_shape())
+            stored.read(file)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model_path = {model_path!r}: {file.name}: {error}") from None
-    config = _read_json(directory / "config.json")
+    label, scales = _label(quantization), None
     # Versions without the hooks cannot load parts of a quantized layer.
-    quantizes = Feature.UPDATE_HOOKS in features
+    if quantization is not None and Feature.UPDATE_HOOKS in features:
+        try:
+            scales = read_quantization(quantization, stored.types, stored.shapes, stored.calibrated)
+        except UnknownForm as error:
+            label = ": ".join(filter(None, (label, str(error))))
     return Checkpoint(
         model_path=model_path,
-        types=types,
-        shapes=shapes,
-        optional=frozenset(name for name in types if _is_optional(name, config)),
-        quantization=_quantization(directory, config),
-        scales=read_block_scales(config, types, shapes) if quantizes else None,
+        types=stored.types,
+        shapes=stored.shapes,
+        optional=frozenset(name for name in stored.types if _is_optional(name, config)),
+        quantization=label,
+        scales=scales,
     )
 
 
@@ -271,13 +299,21 @@ def _is_optional(name: str, config: Mapping[str, Any]) -> bool:
     return layer is not None and isinstance(layers, int) and int(layer[1]) >= layers
 
 
-def _quantization(directory: Path, config: Mapping[str, Any]) -> str:
-    found = config.get("quantization_config")
-    if not isinstance(found, Mapping):
-        found = _read_json(directory / "hf_quant_config.json").get("quantization")
-    if not isinstance(found, Mapping):
+def _quantization(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for found in (
+        config.get("quantization_config"),
+        _read_json(directory / "hf_quant_config.json").get("quantization"),
+    ):
+        if isinstance(found, Mapping):
+            return found
+    return None
+
+
+def _label(quantization: Mapping[str, Any] | None) -> str:
+    if quantization is None:
         return ""
-    return str(found.get("quant_algo") or found.get("quant_method") or "by its configuration")
+    name = quantization.get("quant_algo") or quantization.get("quant_method")
+    return str(name or "by its configuration")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -72,4 +72,5 @@ class PyExecutor:
         balancer.calls.clear()
         model.calls.clear()
         if model.generation >= 0:
+            model.end_update()
             model.generation += 1

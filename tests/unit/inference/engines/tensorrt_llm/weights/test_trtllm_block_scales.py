@@ -16,8 +16,8 @@ from services.inference.engines.base import UnfitWeights
 from services.inference.engines.tensor_bytes import from_named
 from services.inference.engines.tensorrt_llm.library.surface import Feature, surface_for
 from services.inference.engines.tensorrt_llm.weights import buckets, worker_extension
-from services.inference.engines.tensorrt_llm.weights.block_scales import BlockScales
 from services.inference.engines.tensorrt_llm.weights.checkpoint import Checkpoint, read_checkpoint
+from services.inference.engines.tensorrt_llm.weights.matrix_forms import BlockForm
 from tests.contract.engines import published, reference
 from tests.unit.inference.engines.tensorrt_llm.weights.test_trtllm_hub_names import model_of
 
@@ -120,8 +120,8 @@ def test_scales_are_the_largest_weight_of_each_block() -> None:
     """Zeros and the smallest numbers stay, and no weight overflows."""
     matrix = torch.zeros(5, 7)
     matrix[0, 0], matrix[1, 5], matrix[4, 6], matrix[2, 3] = 4.48, -896.0, 1e-44, 3e38
-    scales = BlockScales(block=(2, 3), matrices=frozenset({"m"}), powers_of_two=False)
-    narrow, found = scales._quantized(matrix)
+    (parts,) = BlockForm(block=(2, 3), powers_of_two=False).narrowed([matrix])
+    narrow, found = parts[""], parts["_scale_inv"]
     expected = torch.ones(3, 3)
     expected[0, 0], expected[0, 1], expected[1, 1] = 0.01, 2.0, 3e38 / 448
     torch.testing.assert_close(found, expected)
