@@ -52,9 +52,14 @@ class TwoHosts:
         shared = {software / one: f"{SOFTWARE}/{one}" for one in (RELEASE, NEXT, BROKEN)}
         stock = self._stock = installed.copy(folder / "stock")
         (stock.root / "root/tasks.py").write_text(TASKS)
-        (stock.root / "mnt/checkpoints").mkdir()
         with (stock.root / "etc/hosts").open("a") as hosts:
+            # As on an installed Debian: torchrun resolves it on the host of rank 0.
+            hosts.write("127.0.0.1 localhost\n")
             hosts.write("".join(f"10.0.0.{n} forge-{n}\n" for n in range(1, 4)))
+        # As from a file server: a trainer's hosts mount one directory.
+        checkpoints = folder / "checkpoints"
+        checkpoints.mkdir()
+        shared[checkpoints] = "/mnt/checkpoints"
         for one in shared.values():
             (stock.root / one.lstrip("/")).mkdir(parents=True, exist_ok=True)
         BareHost(stock, shared=shared).install(SSH + _BARE, network=False)
