@@ -104,7 +104,8 @@ class Publisher:
     async def publish(self, snapshot: Snapshot) -> int:
         """Announce `snapshot` as the next version and return that version.
 
-        Raises `Unavailable` when etcd does not answer: retry, with newer weights if there are any.
+        Raises `Unavailable` when etcd does not answer or the announcement changed meanwhile: retry,
+        with newer weights if there are any.
         Raises `Superseded` when another trainer publishes in this cluster, `DataLoss` when the
         value in etcd is not a manifest.
         """
@@ -126,10 +127,9 @@ class Publisher:
                 expected_revision=current.mod_revision if current is not None else 0,
             )
         except StaleFence as error:
-            raise Superseded(
-                f"another trainer published while version {version} was being published: one "
-                "cluster has one trainer"
-            ) from error
+            # Perhaps an earlier announcement of this trainer that arrived late: the next
+            # publication reads whose it is.
+            raise Unavailable(f"the announcement changed before version {version}") from error
         self.version, self._uncertain = version, None
         self._record(announcement)
         await self._keep(snapshot.others)

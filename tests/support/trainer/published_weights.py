@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,20 @@ class FakeRegister:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self.announced: list[tuple[int, bytes]] = []
+        """Each version that workers could read, with its announcement."""
         self.lose_answer = False
         self.away = False
+        self.delay = False
+        """The answer is lost, and the swap waits for `arrive`."""
+        self._delayed: list[tuple[str, bytes, int]] = []
+
+    async def arrive(self) -> None:
+        """Make the delayed swaps whose revision is still the present one."""
+        delayed, self._delayed = self._delayed, []
+        for key, value, revision in delayed:
+            with suppress(StaleFence):
+                await self._swap(key, value, revision)
 
     async def get(self, key: str) -> Entry | None:
         if self.away:
@@ -43,13 +55,21 @@ class FakeRegister:
     async def compare_and_swap(self, key: str, value: bytes, *, expected_revision: int) -> int:
         if self.away:
             raise Unavailable("etcd is away")
+        if self.delay:
+            self._delayed.append((key, value, expected_revision))
+            raise Unavailable("the answer was lost")
+        revision = await self._swap(key, value, expected_revision)
+        if self.lose_answer:
+            raise Unavailable("the answer was lost")
+        return revision
+
+    async def _swap(self, key: str, value: bytes, expected_revision: int) -> int:
         entry = self.entries.get(key)
         revision = entry.mod_revision if entry else 0
         if revision != expected_revision:
             raise StaleFence("somebody was faster")
         self.entries[key] = Entry(value=value, mod_revision=revision + 1)
-        if self.lose_answer:
-            raise Unavailable("the answer was lost")
+        self.announced.append((json.loads(value)["weight_version"], value))
         return revision + 1
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import pytest
 import structlog
@@ -75,6 +76,43 @@ async def test_version_with_an_unknown_outcome_is_never_used_again() -> None:
         await own.publish(snapshot(3))
     register.away = False
     assert await own.publish(snapshot(4)) == 3
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("arrives", ["at once", "before the next", "within the next", "never"])
+async def test_number_names_the_same_weights_after_a_lost_answer(
+    monkeypatch: pytest.MonkeyPatch, arrives: str, restarts: bool
+) -> None:
+    """Whenever etcd makes the swap whose answer was lost, and if the trainer restarts with the
+    floor of a checkpoint before it: workers read each number once, and publication continues."""
+    register = FakeRegister()
+    own = publisher(register)
+    await own.publish(snapshot(1))
+    register.lose_answer = arrives == "at once"
+    register.delay = not register.lose_answer
+    with pytest.raises(Unavailable):
+        await own.publish(snapshot(2))
+    register.lose_answer = register.delay = False
+    if arrives == "before the next":
+        await register.arrive()
+    if restarts:
+        own = publisher(register, source="host:2", floor=1)
+    if arrives == "within the next":
+        prepare = own._prepare
+
+        async def late(*arguments: Any) -> Any:
+            await register.arrive()
+            return await prepare(*arguments)
+
+        monkeypatch.setattr(own, "_prepare", late)
+        with pytest.raises(Unavailable, match="changed before version"):
+            await own.publish(snapshot(3))
+    last = await own.publish(snapshot(4))
+    await register.arrive()
+    numbers = [number for number, _ in register.announced]
+    assert numbers == sorted(set(numbers))
+    assert register.manifest["weight_version"] == last == numbers[-1]
+    assert register.manifest["step"] == 4
 
 
 async def test_failed_publication_takes_no_place_of_an_announced_version() -> None:
