@@ -103,14 +103,16 @@ def of_run(path: Path) -> Connection:
     """Returns the connection to a running run. Raises `NotFound` for another directory, and
     `FailedPrecondition` for a run that is stopped or has not started etcd yet."""
     directory = RunDirectory(path.resolve())
-    endpoints_file = directory.path / "etcd.endpoints"
+    endpoints_file = directory.etcd_endpoints
     if not endpoints_file.exists():
         if (directory.path / "lock").exists() and directory.in_use():
             raise FailedPrecondition(f"{path} is being started: it has no etcd yet; try again soon")
         raise NotFound(f"{path} is not a run directory: {endpoints_file.name} is missing")
     if not directory.in_use():
+        state = directory.load()
+        resumes = f"`forge run --run-dir {path}` resumes its training, "
         raise FailedPrecondition(
-            f"{path} is not running: `forge run --run-dir {path}` resumes its training, "
+            f"{path} is not running: {resumes if state is None or state.campaign else ''}"
             f"`forge up --run-dir {path}` starts its services alone"
         )
     return Connection(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from forge.core.errors import FailedPrecondition, InvalidArgument
+from forge.runtime.files.private import replace_private_file
 from forge.runtime.security.tokens import Keyring
 
 Phase = Literal["before", "train", "after", "done"]
@@ -30,6 +31,8 @@ class RunState:
     steps: int
     phase: Phase = "before"
     """The current phase, from which a resumed run continues."""
+    campaign: bool = True
+    """False: `forge up` began it, so its queue may have any tasks."""
 
 
 class RunDirectory:
@@ -40,6 +43,7 @@ class RunDirectory:
         self.key_file = path / "key"
         self.logs = path / "logs"
         self.etcd = path / "etcd"
+        self.etcd_endpoints = path / "etcd.endpoints"
         self.checkpoints = path / "checkpoints"
         self.metrics_file = path / "metrics.jsonl"
         self.eval_tasks = path / "eval-tasks.jsonl"
@@ -100,12 +104,18 @@ class RunDirectory:
                 "another directory with --run-dir"
             )
 
+    def require_campaign(self, state: RunState) -> None:
+        """Raises `FailedPrecondition` for a directory that `forge up` began: a campaign would train
+        on its tasks, and measure weights that have trained on them before."""
+        if not state.campaign:
+            raise FailedPrecondition(
+                f"{self.path} is of forge up, so its queue may have tasks of others: continue it "
+                f"with `forge up --run-dir {self.path}`, or name another directory with --run-dir"
+            )
+
     def save(self, state: RunState) -> None:
         """Writes the state to disk."""
-        # Write and rename: a kill in between keeps the complete old state.
-        temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(state), indent=2) + "\n")
-        temporary.replace(self._state_file)
+        replace_private_file(self._state_file, json.dumps(asdict(state), indent=2) + "\n")
 
     def enter(self, phase: Phase) -> RunState:
         """Saves that the run has reached `phase`."""
@@ -154,13 +164,16 @@ class RunDirectory:
         )
 
 
-def choose_run_directory(root: Path, *, model: str, seed: int) -> RunDirectory:
-    """Returns the first unfinished run of this model and seed, or the next free name."""
+def choose_run_directory(
+    root: Path, *, model: str, seed: int, campaign: bool = True
+) -> RunDirectory:
+    """Returns the first unfinished run of this model and seed, or the next free name; with
+    `campaign` none that `forge up` began."""
     label = model.strip("/").replace("/", "_")
     number = 1
     while True:
         directory = RunDirectory(root / "runs" / f"{label}-seed{seed}-{number}")
         state = directory.load()
-        if state is None or state.phase != "done":
+        if state is None or (state.phase != "done" and (state.campaign or not campaign)):
             return directory
         number += 1

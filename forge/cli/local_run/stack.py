@@ -212,7 +212,7 @@ class Stack:
         self.plan.directory.create()
         if not self.endpoints:
             self.endpoints = await self._start_etcd()
-        (self.plan.directory.path / "etcd.endpoints").write_text(self.endpoints + "\n")
+        replace_private_file(self.plan.directory.etcd_endpoints, self.endpoints + "\n")
         # Check etcd first: otherwise seven processes would report the same error.
         await self.guard(reach_etcd(self.endpoints, cluster=self.plan.cluster))
         planned = members(self.plan)

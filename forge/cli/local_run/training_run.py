@@ -51,12 +51,14 @@ OBSERVE_RETRY_S = 2.0
 """Retry time of the display, which must not freeze: it polls a restarting service again."""
 
 
-def directory_of(options: RunOptions) -> RunDirectory:
+def directory_of(options: RunOptions, *, campaign: bool) -> RunDirectory:
     """Returns the named directory, or the one of the unfinished run, or a new one."""
     if options.run_dir:
         return RunDirectory(options.run_dir.resolve())
     new = new_state(options)
-    return choose_run_directory(options.root.resolve(), model=new.model, seed=new.seed)
+    return choose_run_directory(
+        options.root.resolve(), model=new.model, seed=new.seed, campaign=campaign
+    )
 
 
 def new_state(options: RunOptions) -> RunState:
@@ -78,6 +80,8 @@ async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: b
     if directory.path.exists():
         directory.require_unlocked()
     state = run_state(options, directory)
+    if campaign:
+        directory.require_campaign(state)
     preset = preset_of(options, state)
     with TemporaryDirectory(prefix="forge-check-") as scratch:
         # The trainer reads the tasks that the run is going to write.
@@ -93,9 +97,13 @@ async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: b
         await preflight(plan, preset, model=state.model, campaign=campaign)
 
 
-async def open_run(options: RunOptions, directory: RunDirectory) -> RunState:
+async def open_run(
+    options: RunOptions, directory: RunDirectory, *, campaign: bool = True
+) -> RunState:
     """Returns the run's state, saved or new, with its starting weights on disk."""
     state = run_state(options, directory)
+    if directory.load() is None:
+        state = replace(state, campaign=campaign)
     if not state.model_path:
         path = await ensure_model(state.model, seed=state.seed, root=options.root)
         directory.create()
@@ -245,7 +253,7 @@ async def started_plan(
 async def train(options: RunOptions) -> None:
     """Runs to the end and prints the result. Raises `ForgeError` with a remedy."""
     started = time.monotonic()
-    directory = directory_of(options)
+    directory = directory_of(options, campaign=True)
     result, measured = await run_campaign(options, directory)
     console.print(result_table(result, measured))
     with suppress(ForgeError):
@@ -344,10 +352,10 @@ async def running(
 
 async def serve(options: RunOptions) -> None:
     """Runs the stack until cancelled. Raises `ForgeError` with a remedy."""
-    directory = directory_of(options)
+    directory = directory_of(options, campaign=False)
     await check_run(options, directory, campaign=False)
     with directory.locked():
-        state = await open_run(options, directory)
+        state = await open_run(options, directory, campaign=False)
         preset = preset_of(options, state)
         plan = await started_plan(options, directory, state, preset)
         with RunDisplay(console, total_steps=preset.steps) as display:
