@@ -22,6 +22,7 @@ from forge.client.operator import DomainResult, Operator
 from forge.core.confidence_intervals import Interval, mean_interval
 from forge.core.errors import ConfigError, ForgeError
 from forge.runtime.concurrency.tasks import cancel_and_wait
+from forge.runtime.files.private import replace_private_file
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2
 from forge.v1 import trainer_pb2 as pb
@@ -319,10 +320,7 @@ def run_id_in(directory: Path) -> str:
     try:
         if not file.exists():
             directory.mkdir(parents=True, exist_ok=True)
-            # Write beside and rename: a kill in between leaves no partial id.
-            unfinished = file.with_suffix(".new")
-            unfinished.write_text(secrets.token_hex(8))
-            unfinished.replace(file)
+            replace_private_file(file, secrets.token_hex(8))
         return file.read_text()
     except OSError as error:
         raise ConfigError(f"trainer: {file}: {error.strerror}") from None

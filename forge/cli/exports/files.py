@@ -6,7 +6,6 @@ ROW_GROUP_BYTES, or one row if that is larger.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 import msgspec
 
 from forge.core.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from forge.runtime.files.sync import sync
+from forge.runtime.files.unfinished import lock_unfinished, unfinished
 
 ROW_GROUP_BYTES = 32 << 20
 SUFFIXES = (".parquet", ".jsonl")
@@ -60,11 +61,12 @@ def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[RowWriter[Row]]:
         raise InvalidArgument(f"{path} must end with one of {', '.join(SUFFIXES)}")
     if path.exists():
         raise FailedPrecondition(f"{path} exists already: name another file")
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    filling = unfinished(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("ab") as file:
-            _lock(file, path, unfinished)
+        with filling.open("ab") as file:
+            # Two writers would mix their rows.
+            lock_unfinished(file.fileno(), path)
             try:
                 # An export that was killed may have left rows.
                 file.truncate(0)
@@ -75,26 +77,13 @@ def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[RowWriter[Row]]:
                 writer.close()
                 file.flush()
                 os.fsync(file.fileno())
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+                filling.replace(path)
+                sync(path.parent)
+            except BaseException:
+                filling.unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise ResourceExhausted(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _lock(file: BinaryIO, path: Path, unfinished: Path) -> None:
-    """Raises `FailedPrecondition` if another export writes the file: their rows would mix."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise FailedPrecondition(f"another export writes {path}: name another file") from None
-    try:
-        ours = os.path.samestat(unfinished.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        ours = False
-    if not ours:
-        # The other one ended in between, and this is its file.
-        raise FailedPrecondition(f"another export wrote {path}: name another file")
 
 
 class JsonLines(Generic[Row]):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from forge.runtime.files.private import replace_private_file
 from forge.runtime.telemetry import log
 
 FILE_NAME = "run-clock.json"
@@ -103,11 +104,8 @@ class RunClock:
         """Write the file; a failure is logged and makes only a later run time inexact."""
         if self._file is None:
             return
-        unfinished = self._file.with_suffix(".new")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            # Write beside and rename: a kill in between leaves the former times.
-            unfinished.write_text(json.dumps(asdict(kept)))
-            unfinished.replace(self._file)
+            replace_private_file(self._file, json.dumps(asdict(kept)))
         except OSError as error:
             log.warning("run_clock_not_written", file=str(self._file), error=str(error))

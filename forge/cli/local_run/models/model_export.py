@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from forge.cli.local_run.models.kept import MODEL_FILES, PUBLISHED_FILE, KeptMod
 from forge.cli.rundir import RunDirectory
 from forge.core.errors import FailedPrecondition, NotFound, ResourceExhausted
 from forge.core.extras import missing_packages
+from forge.runtime.files.unfinished import new_directory
 
 _STATE_OF_TRAINING = {
     *("master.safetensors", "adapter", "state", "learner.pt", "history.jsonl", "state.json")
@@ -53,15 +53,10 @@ def export_model(source: Path, out: Path) -> ExportedModel:
         raise FailedPrecondition(f"--out {out} exists already: name another directory")
     published = read_kept(checkpoint)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        filling = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-        try:
+        with new_directory(out) as filling:
             note = _fill(checkpoint, filling)
             kept = read_kept(filling)
             filling.chmod(0o755)
-            filling.rename(out)
-        finally:
-            shutil.rmtree(filling, ignore_errors=True)
     except OSError as error:
         raise ResourceExhausted(f"--out {out} cannot be written: {error.strerror}") from None
     return ExportedModel(kept=replace(kept, path=out), published=published.digest, note=note)

@@ -326,7 +326,7 @@ def test_two_exports_do_not_mix_in_one_file(tmp_path: Path, suffix: str) -> None
     with export_file(path, TokenRows()) as first:
         first.add(rows[0])
         with (
-            pytest.raises(FailedPrecondition, match="another export writes"),
+            pytest.raises(FailedPrecondition, match="another process writes"),
             export_file(path, TokenRows()),
         ):
             pass
