@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from inspect import signature
 from pathlib import Path
 
 from forge.rl.device import device_of
@@ -32,16 +31,16 @@ def host_checks(config: InferenceConfig) -> Iterator[Callable[[], object]]:
 
 def _check_engine(config: InferenceConfig) -> None:
     """Ask the engine whether it can serve the model."""
-    from services.inference.engines.registry import get_engine
+    from services.inference.engines.registry import check_model
     from services.inference.worker.engine_dtype import engine_dtype
 
-    if (check := getattr(get_engine(config.engine), "check", None)) is None:
-        return
-    known = {name: getattr(config, name) for name in ("context_tokens", "device")}
-    known["dtype"] = engine_dtype(config.dtype, device=config.device)
-    # An engine names what it wants to know; those of earlier releases want less.
-    taken = signature(check).parameters
-    check(config.model_path, **{name: known[name] for name in known if name in taken})
+    check_model(
+        config.engine,
+        config.model_path,
+        context_tokens=config.context_tokens,
+        device=config.device,
+        dtype=engine_dtype(config.dtype, device=config.device),
+    )
 
 
 if __name__ == "__main__":

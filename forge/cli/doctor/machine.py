@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from forge.cli.finding import Finding, findings_of
 from forge.cli.local_run.stack import etcd_binary
 from forge.cli.service_settings import print_settings, programs_in
 from forge.cli.settings_doctor import GIB, disk, settings_findings
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, first_line
 from forge.core.extras import DISTRIBUTION, missing_packages, requirements
 
 EXTRAS = ("gateway", "pool", "inference", "trainer", "agents")
@@ -53,31 +53,48 @@ def examine(
     about a chat template, with `cluster` about etcd and clocks. Raises `InvalidArgument` for a
     directory without settings."""
     programs = programs_in(settings) if settings else []
-    checks: list[Callable[[], Finding]] = [
-        _python,
-        _packages,
-        _import_names,
-        _torch,
-        _etcd,
-        _loopback,
-        lambda: disk(root, remedy="name another directory with --root"),
-        _memory,
-        _files,
-        _sandbox,
-        _process_sandbox,
-        control_groups,
-        containers,
-    ]
-    for check in checks:
-        yield check()
+    checks: dict[str, Callable[[], Finding]] = {
+        "Python": _python,
+        "packages": _packages,
+        "import names": _import_names,
+        "torch": _torch,
+        "etcd": _etcd,
+        "127.0.0.1": _loopback,
+        f"disk of {root}": lambda: disk(root, remedy="name another directory with --root"),
+        "memory": _memory,
+        "open files": _files,
+        "sandbox for programs of models": _sandbox,
+        "sandbox for commands and reward functions": _process_sandbox,
+        "control groups of sandboxes": control_groups,
+        "containers for commands": containers,
+    }
+    for subject, check in checks.items():
+        yield from attempted(subject, check)
     printed = print_settings(programs, check=True)
-    yield from settings_findings(printed)
+    yield from attempted("settings", lambda: settings_findings(printed))
     models = {str(model)} if model else set()
     models |= {str(one.value("model_path")) for one in printed if one.program.module == _GATEWAY}
     for path in sorted(models - {""}):
         yield from template_findings(path)
     if cluster is not None:
-        yield from asyncio.run(cluster_findings(cluster))
+        yield from attempted(
+            f"cluster {cluster.cluster}", lambda: asyncio.run(cluster_findings(cluster))
+        )
+
+
+def attempted(subject: str, check: Callable[[], Finding | Iterable[Finding]]) -> Iterator[Finding]:
+    """Yields what a check finds, and a problem if it fails itself: the others are wanted."""
+    try:
+        found = check()
+        yield from [found] if isinstance(found, Finding) else found
+    # /dev, /proc or /sys may lack anything, in a container above all.
+    except Exception as error:
+        reason = first_line(error) or type(error).__name__
+        yield Finding(
+            ok=False,
+            text=f"{subject}: the check failed: {reason}",
+            remedy="Give this process a complete /dev, /proc and /sys, and leave to start others.",
+        )
 
 
 def template_findings(model: str) -> Iterator[Finding]:

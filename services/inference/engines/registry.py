@@ -7,6 +7,7 @@ or an object that fulfils `EngineProvider`. Not here: the contract of an engine;
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from inspect import signature
 from typing import cast
 
 from forge.core.entry_points import installed, load_entry_point
@@ -48,6 +49,20 @@ def engine_entry(name: str) -> EntryPoint:
             f"{ENGINES_GROUP} (docs/engines.md)"
         )
     return entries[name]
+
+
+def check_model(name: str, model_path: str, **settings: object) -> bool:
+    """Ask an engine whether it can serve a model; return False if it has no such check. Raises
+    `ConfigError` as `get_engine`, and for a model that it cannot serve.
+
+    `settings`: context_tokens, device and dtype of the worker.
+    """
+    if (check := getattr(get_engine(name), "check", None)) is None:
+        return False
+    # An engine names what it wants to know; those of earlier releases want less.
+    taken = signature(check).parameters
+    check(model_path, **{key: value for key, value in settings.items() if key in taken})
+    return True
 
 
 async def start_prefill(name: str, actors: ActorSystem, options: EngineOptions) -> PrefillEngine:

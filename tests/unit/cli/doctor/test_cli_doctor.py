@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from forge.agents.sandbox import bubblewrap
 from forge.cli.doctor import machine as doctor
+from forge.cli.finding import Finding
 from forge.core.errors import FailedPrecondition
 
 
@@ -58,3 +60,24 @@ def test_absent_torch_is_to_install_and_not_to_reinstall(monkeypatch: pytest.Mon
     finding = doctor._torch()
     assert (finding.ok, finding.text) == (False, "torch is not installed")
     assert "pip install 'forge-rl[all]'" in finding.remedy
+
+
+def test_check_that_fails_itself_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /dev or /proc, as in a bare container: the other checks follow, with no traceback."""
+
+    def absent() -> object:
+        raise FileNotFoundError(2, "No such file or directory", "/dev/null")
+
+    def unreadable() -> object:
+        raise PermissionError(13, "Permission denied", "/proc/meminfo")
+
+    monkeypatch.setattr(doctor, "_packages", absent)
+    monkeypatch.setattr(doctor, "_torch", lambda: Finding(ok=True, text="torch"))
+    monkeypatch.setattr(psutil, "virtual_memory", unreadable)
+    found = list(doctor.examine(Path()))
+    problems = [one.text for one in found if not one.ok and "the check failed" in one.text]
+    assert problems == [
+        "packages: the check failed: [Errno 2] No such file or directory: '/dev/null'",
+        "memory: the check failed: [Errno 13] Permission denied: '/proc/meminfo'",
+    ]
+    assert found[-1].text.startswith(("containers", "no containers"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines import registry
 from services.inference.engines.base import ModelLimits
 from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.doctor import findings
 from services.inference.engines.provider import EngineOptions
 
 OPTIONS = EngineOptions(model_path="model", request_timeout_s=1.0, recompute_on_update=True)
@@ -62,3 +65,31 @@ async def test_answers_are_recomputed_by_engines_that_declare_it(
 
 def _entry(name: str) -> EntryPoint:
     return EntryPoint(name, "package.engine", registry.ENGINES_GROUP)
+
+
+def test_doctor_checks_the_model_with_any_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the check of its start; an engine without one says that it was not run."""
+
+    def check(model_path: str, *, device: str) -> None:
+        if model_path != str(tmp_path):
+            raise ConfigError(f"{model_path} on {device} is wrong")
+
+    without = Foreign(recomputes=True)
+    found = {"with": SimpleNamespace(check=check), "without": without}
+    monkeypatch.setattr(registry, "installed", lambda group: {n: _entry(n) for n in found})
+    monkeypatch.setattr(registry, "load_entry_point", lambda entry: found[entry.name])
+    (tmp_path / "config.json").write_text("{}")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    registered, served = findings("with", str(tmp_path))
+    assert registered.ok and served.ok and str(tmp_path) in served.text
+    _, refused = findings("with", str(other))
+    assert not refused.ok and refused.text.startswith(f"{other} on c")
+    _, absent = findings("with", str(tmp_path / "none"))
+    assert not absent.ok and "is not a model directory" in absent.text
+    _, not_run = findings("without", str(tmp_path))
+    assert not not_run.was_run
+    assert len([*findings("without")]) == 1
