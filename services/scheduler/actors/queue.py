@@ -214,6 +214,7 @@ class QueueActor(Actor):
             case DropGroups(stored=False):
                 return state.prepare_drop(message)
             case DropGroups(task_ids=ids, reason=reason):
+                state.watch.dropping(ids)
                 state.queue.rollouts.drop(ids, reason=reason)
             case NoteErased(task_ids=ids):
                 return state.erased.note(ids)

@@ -69,6 +69,8 @@ class Facts:
     tombstoned: int = 0
     """Since the last progress, like the fields below."""
     tombstone_reason: str = ""
+    failed: bool = False
+    """That reason is a failed rollout, not one of the trainer or of the rewards."""
     faults: int = 0
     """Attempts that the infrastructure ended."""
     fault_reason: str = ""
@@ -103,7 +105,10 @@ class Watch:
         self._runners: dict[str, tuple[Abilities | None, float]] = {}
         """By runner id: its declaration (None: it is drained), and the time of its last call."""
         self._batch: tuple[str, str, float] | None = None
-        self._tombstones: Counter[str] = Counter()
+        self._tombstones: Counter[tuple[str, bool]] = Counter()
+        """By reason, and whether a rollout failed."""
+        self._dropped: set[str] = set()
+        """Tasks that are tombstoned on request now."""
         self._faults = 0
         self._fault_reason = ""
         self.all_faults = 0
@@ -118,6 +123,7 @@ class Watch:
         """Note that a batch was committed, or an evaluation group finished."""
         self._progress_s = now_s
         self._tombstones.clear()
+        self._dropped.clear()
         self._faults, self._fault_reason = 0, ""
 
     def work_came(self, now_s: float) -> None:
@@ -174,12 +180,19 @@ class Watch:
         if self._batch is None or self._batch[1] != batch_id:
             self._batch = (trainer_id, batch_id, now_s)
 
-    def tombstoned(self, reason: str) -> None:
-        """Note that a group was tombstoned."""
-        if len(self._tombstones) < KEPT_REASONS or reason in self._tombstones:
-            self._tombstones[reason] += 1
-        else:
-            self._tombstones["other reasons"] += 1
+    def dropping(self, task_ids: Iterable[str]) -> None:
+        """Note that groups are tombstoned on request: that is no cause of a stall."""
+        self._dropped.update(task_ids)
+
+    def tombstoned(self, task_id: str, reason: str, *, failed: bool) -> None:
+        """Note that a group was tombstoned, `failed`: because a rollout failed."""
+        if task_id in self._dropped:
+            self._dropped.remove(task_id)
+            return
+        key = reason, failed
+        if len(self._tombstones) >= KEPT_REASONS and key not in self._tombstones:
+            key = "other reasons", failed
+        self._tombstones[key] += 1
 
     def fault(self, reason: str) -> None:
         """Note that the infrastructure ended an attempt."""
@@ -205,7 +218,8 @@ class Watch:
             trainer_silent_s=now_s - self._trainer_s if self._trainer_s is not None else 0.0,
             batch=(batch[0], batch[1], now_s - batch[2]) if batch else None,
             tombstoned=self._tombstones.total(),
-            tombstone_reason=reasons[0][0] if reasons else "",
+            tombstone_reason=reasons[0][0][0] if reasons else "",
+            failed=bool(reasons) and reasons[0][0][1],
             faults=self._faults,
             fault_reason=self._fault_reason,
             **counts,  # type: ignore[arg-type]
@@ -313,8 +327,9 @@ def _slow_parts(facts: Facts) -> Iterator[Stall]:
 def _given_up(facts: Facts) -> Stall:
     text = (
         f"{facts.tombstoned} groups were tombstoned since the last step, most of them with: "
-        f"{_cut(facts.tombstone_reason)}. Check the agent program and the runner's log."
+        f"{_cut(facts.tombstone_reason)}."
     )
+    text += " Check the agent program and the runner's log." if facts.failed else ""
     return Stall("given_up", text)
 
 

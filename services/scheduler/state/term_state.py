@@ -144,7 +144,7 @@ class TermState:
             self.equal.settled(group)
             if group.phase is Phase.TOMBSTONED:
                 metrics.TOMBSTONES.inc()
-                self.watch.tombstoned(group.reason)
+                self.watch.tombstoned(task_id, group.reason, failed=group.sealed < group.spec.size)
                 log.warning("group_tombstoned", task_id=task_id, reason=group.reason)
             else:
                 self.watch.progressed(now_s)

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from forge.core.queue.activity import Activity
 from forge.core.queue.dispatch.failures import FailureKind
 from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
-from services.scheduler.state.messages.groups import Submit
+from services.scheduler.state.messages.groups import DropGroups, Submit
 from services.scheduler.state.messages.rollouts import AttemptReport, LeaseRollouts, SettleRollouts
 from services.scheduler.state.messages.term import SetAway, Tick
 from services.scheduler.state.stalls import Facts, HeadGroup, why
@@ -30,8 +30,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("runners_drained", {"all_drained": ["r1", "r2"]}, "drains every runner that calls: r1, r2"),
     (
         "given_up",
-        {"tombstoned": 9, "tombstone_reason": "rollout 0: ended with 1"},
-        "9 groups were tombstoned since the last step, most of them with: rollout 0: ended with 1",
+        {"tombstoned": 9, "tombstone_reason": "rollout 0: ended with 1", "failed": True},
+        "most of them with: rollout 0: ended with 1. Check the agent program and the runner's log.",
     ),
     ("faults", {"faults": 5, "fault_reason": "the disk is full"}, "the disk is full"),
     (
@@ -161,6 +161,27 @@ async def test_stall_continues_after_a_queue_of_tombstones(term: TermActors, clo
         await term.queue.ask(SettleRollouts(reports=[failed]), timeout_s=ASK_S)
         clock.now_s += 150.0
     assert (await status(term)).untrained_s == 300.0
+
+
+async def test_dropped_groups_are_no_cause_of_a_stall(term: TermActors, clock: Clock) -> None:
+    """An operator or the pool took them: the agent has no fault, and new work begins anew."""
+    for task_id in ("a", "b"):
+        await submit_and_lease(term, task_id)
+    await term.commits.ask(DropGroups(task_ids=("a",), reason="wrong data"), timeout_s=ASK_S)
+    clock.now_s += AFTER_S
+    assert (await status(term)).stall.cause == "no_runner"
+    await term.commits.ask(DropGroups(task_ids=("b",), reason="wrong data"), timeout_s=ASK_S)
+    assert not (await status(term)).HasField("stall")
+    await submit_and_lease(term, "c")
+    assert (await status(term)).untrained_s == 0.0
+
+
+def test_tombstone_without_a_failed_rollout_does_not_blame_the_agent() -> None:
+    """Equal rewards and skipped steps have their own reason."""
+    facts = Facts(idle_s=AFTER_S, tombstoned=9, tombstone_reason="step 5 skipped: not finite")
+    stall = why(facts, after_s=AFTER_S)
+    assert stall is not None
+    assert stall.text.endswith("most of them with: step 5 skipped: not finite.")
 
 
 async def test_stall_is_logged_once_per_cause(term: TermActors, clock: Clock) -> None:
