@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
+from forge.core.clocks import time_text
 from forge.core.errors import ForgeError
 from forge.runtime.security.bearer import Bearer
 from forge.runtime.telemetry import gauge, log
@@ -57,12 +58,12 @@ class TokenRenewal:
         try:
             renewed = await self.scheduler("RenewToken", pb.RenewTokenRequest(), timeout_s=CALL_S)
         except ForgeError as error:
-            expires_unix_s = self.bearer.claims.expires_unix_s
-            log.warning("token_not_renewed", error=str(error), expires_unix_s=expires_unix_s)
+            expires = time_text(self.bearer.claims.expires_unix_s)
+            log.warning("token_not_renewed", error=str(error), expires=expires)
             return RETRY_S if error.retryable else REFUSED_S
         try:
             self.bearer.renew(renewed.token)
         except OSError as error:
             log.warning("token_not_stored", path=error.filename, error=error.strerror)
-        log.info("token_renewed", expires_unix_s=renewed.expires_unix_s)
+        log.info("token_renewed", expires=time_text(renewed.expires_unix_s))
         return SHORTEST_S

@@ -167,10 +167,11 @@ class FilterOptions:
 
     def resolved(self) -> pool_pb2.TrajectoryFilter:
         """Returns the filter. Raises `InvalidArgument`."""
+        from forge.client.stored.filters import check_filter
         from forge.v1 import pool_pb2
 
         now_unix_s = time.time()
-        return pool_pb2.TrajectoryFilter(
+        wanted = pool_pb2.TrajectoryFilter(
             domain=self.domain,
             state=_state(self.state),
             min_reward=self.min_reward,
@@ -186,6 +187,22 @@ class FilterOptions:
             user=self.user,
             metadata=dict(map(_fact, self.where or ())),
         )
+        return check_filter(wanted, _OPTIONS)
+
+
+_OPTIONS = {
+    "domain": "--domain",
+    "state": "--state",
+    "min_reward": "--min-reward",
+    "max_reward": "--max-reward",
+    "min_weight_version": "--min-version",
+    "max_weight_version": "--max-version",
+    "closed_from_unix_s": "--since",
+    "closed_before_unix_s": "--until",
+    "task_ids": "--task",
+    "metadata": "--where",
+}
+"""Options by field of the filter, for errors."""
 
 
 def _fact(text: str) -> tuple[str, str]:

@@ -1,12 +1,22 @@
-"""Finds the wrong clocks of a cluster: compares every clock with the median of all."""
+"""The text of a time, and the wrong clocks of a cluster: those that differ from the median."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 AGREE_S = 5.0
 """Clocks that differ by less agree; a measurement on a busy machine is no more precise."""
+
+
+def time_text(unix_s: float) -> str:
+    """Return a Unix time for people, in UTC, such as 2026-01-31T12:00:00Z."""
+    try:
+        return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    except (OverflowError, ValueError, OSError):
+        # Beyond the years of a date.
+        return f"{unix_s:g} s since 1970"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

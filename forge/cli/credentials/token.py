@@ -5,7 +5,7 @@ Owns the arguments and the output; `forge.runtime.security.issued_tokens` owns t
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +14,7 @@ import typer
 from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection, person
 from forge.cli.options import duration_s, with_options
+from forge.core.clocks import time_text
 from forge.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -122,11 +123,10 @@ def revoke(
 
 
 def _line(token_id: str, record: TokenRecord) -> str:
-    expiry = datetime.fromtimestamp(record.last_expiry_unix_s, UTC)
     state, by = "valid", f"issued by {record.issued_by or '-'}"
     if record.revoked_unix_s:
         state, by = "revoked", f"{by}, revoked by {record.revoked_by or '-'}"
-    if datetime.now(UTC) >= expiry:
+    if time.time() >= record.last_expiry_unix_s:
         state = "expired"
     return "  ".join(
         (
@@ -134,7 +134,8 @@ def _line(token_id: str, record: TokenRecord) -> str:
             ",".join(record.scopes) or "unrecorded",
             record.subject or "-",
             ",".join(record.audience) or "-",
-            f"{expiry:%Y-%m-%dT%H:%M:%SZ}" + " with renewals" * bool(record.renewable_until_unix_s),
+            time_text(record.last_expiry_unix_s)
+            + " with renewals" * bool(record.renewable_until_unix_s),
             by,
             state,
         )

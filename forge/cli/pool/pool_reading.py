@@ -35,6 +35,7 @@ from forge.client.stored.rollout_tables import known_tables
 from forge.client.stored.token_values import TokenValuesReader
 from forge.core.enum_words import enum_word
 from forge.core.errors import NotFound
+from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2, pool_pb2
 
 PENDING = 1
@@ -138,7 +139,8 @@ async def show_trajectory(
     at: Connection, trajectory_id: str, *, full: bool, with_values: bool, as_json: bool
 ) -> None:
     """Prints one trajectory, as a tree or as one line of an export; `with_values`: with the token
-    values that the trainer stores."""
+    values that the trainer stores. Raises `InvalidArgument` for a malformed id."""
+    parse_trajectory_id(trajectory_id)
     values: Values | None = {} if with_values else None
     async with at.open() as (coordinator, channels):
         trajectory = await PoolReader(coordinator, channels).find(trajectory_id)

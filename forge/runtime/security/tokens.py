@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.core.clocks import time_text
 from forge.core.errors import ConfigError, Unauthenticated
 from forge.runtime.files.changes import FileChanges
 from forge.runtime.files.private import write_private_file
@@ -186,9 +187,10 @@ class Keyring:
             tolerance_s = min(tolerance_s, _PERSON_TOLERANCE_S)
         if claims.expires_unix_s and now_s >= claims.expires_unix_s + tolerance_s:
             raise Unauthenticated(
-                f"the token of {claims.subject} has expired: {now_s - claims.expires_unix_s:.0f} s "
-                f"ago by the clock of {socket.gethostname()}, and {tolerance_s:g} s are tolerated; "
-                "`forge doctor` compares the clocks"
+                f"the token of {claims.subject} has expired at "
+                f"{time_text(claims.expires_unix_s)}, the clock of {socket.gethostname()} shows "
+                f"{time_text(now_s)}, and {tolerance_s:g} s are tolerated; `forge doctor` compares "
+                "the clocks"
             )
         return claims
 

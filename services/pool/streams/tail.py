@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from forge.client.stored.filters import check_filter
 from forge.core.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -20,7 +21,7 @@ from forge.core.errors import (
     Unavailable,
 )
 from forge.v1 import pool_pb2
-from services.pool.data.reads.trajectory_filter import check_filter, summary_if_fits
+from services.pool.data.reads.trajectory_filter import summary_if_fits
 from services.pool.data.summaries import header_of
 from services.pool.readers import ReaderRef
 from services.pool.storage.change_log import changes_after, newest_change

@@ -16,9 +16,10 @@ from hashlib import blake2b
 
 import msgspec
 
+from forge.client.stored.filters import check_filter
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
-from services.pool.data.reads.trajectory_filter import check_filter, fits_header, summary_if_fits
+from services.pool.data.reads.trajectory_filter import fits_header, summary_if_fits
 from services.pool.data.summaries import count_turns, turns_of
 from services.pool.storage.change_log import (
     ChangeKind,

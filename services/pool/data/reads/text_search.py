@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
+from forge.client.stored.filters import check_filter
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.reads.query import PAGE_BYTES, PAGE_COST, Pages, page_size
-from services.pool.data.reads.trajectory_filter import check_filter
 from services.pool.data.summaries import turns_of
 from services.pool.storage.record_names import describe
 from services.pool.storage.records import DamagedRecord, Records, turn_of_payload

@@ -1,4 +1,4 @@
-"""Filters of trajectories: their rules, and whether a trajectory fits.
+"""Whether a trajectory fits a filter; `forge.client.stored.filters` owns the rules of filters.
 
 Header and rewards decide about most conditions; the record of its group about labels.
 """
@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import math
 
-from forge.core.errors import InvalidArgument
-from forge.core.tasks.validation import check_metadata
-from forge.core.trajectory import check_task_id
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.summaries import summary_of
 from services.pool.storage.groups.group_records import group_record
@@ -17,42 +14,6 @@ from services.pool.storage.groups.labels import has_labels, label_prefixes
 from services.pool.storage.groups.moved_groups import is_moved
 from services.pool.storage.keys import name_of_trajectory_key
 from services.pool.storage.records import Records, TrajectoryHeader
-
-MAX_TASKS = 1000
-"""Most tasks of a filter."""
-
-
-def check_filter(wanted: pool_pb2.TrajectoryFilter) -> pool_pb2.TrajectoryFilter:
-    """Returns `wanted`; raises `InvalidArgument` if nothing can fit it."""
-    if wanted.state not in common_pb2.TrajectoryState.values():
-        raise InvalidArgument(f"filter.state {wanted.state} is unknown")
-    if len(wanted.task_ids) > MAX_TASKS:
-        raise InvalidArgument(f"filter.task_ids has {len(wanted.task_ids)}, at most {MAX_TASKS}")
-    for task_id in wanted.task_ids:
-        check_task_id(task_id)
-    check_metadata(wanted.metadata, name="filter.metadata")
-    for low, high in (
-        ("min_reward", "max_reward"),
-        ("min_weight_version", "max_weight_version"),
-        ("closed_from_unix_s", "closed_before_unix_s"),
-    ):
-        bounds = [
-            (name, getattr(wanted, name))
-            for name in (low, high)
-            if wanted.HasField(name)  # type: ignore[arg-type]
-        ]
-        for name, value in bounds:
-            if value != value:
-                raise InvalidArgument(f"filter.{name} is not a number")
-        if len(bounds) == 2 and bounds[0][1] > bounds[1][1]:
-            raise InvalidArgument(
-                f"filter.{low} {bounds[0][1]:g} is above filter.{high} {bounds[1][1]:g}"
-            )
-    if wanted.state == common_pb2.TRAJECTORY_STATE_OPEN:
-        for name in ("domain", "closed_from_unix_s", "closed_before_unix_s"):
-            if any(field.name == name for field, _ in wanted.ListFields()):
-                raise InvalidArgument(f"filter.{name} is set, which no open trajectory has")
-    return wanted
 
 
 def summary_if_fits(

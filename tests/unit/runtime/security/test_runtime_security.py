@@ -44,7 +44,7 @@ def test_expired_token_is_refused_although_it_was_verified_before() -> None:
     keyring = Keyring.from_bytes(KEY)
     token = keyring.sign(SESSION)
     keyring.verify(token, now_s=999.0)
-    with pytest.raises(Unauthenticated, match="runner-1 has expired"):
+    with pytest.raises(Unauthenticated, match="runner-1 has expired at 1970-01-01T00:16:40Z"):
         keyring.verify(token, now_s=1000.0)
 
 
@@ -57,7 +57,9 @@ def test_expired_token_is_tolerated_within_the_clock_tolerance(
     tolerant, strict = Security(keyring), Security(keyring, clock_tolerance_s=0.0)
     monkeypatch.setattr(time, "time", lambda: 1000.0 + 7200.0)
     assert tolerant.verify(token) == SESSION
-    with pytest.raises(Unauthenticated, match=f"7200 s ago by the clock of {gethostname()}"):
+    with pytest.raises(
+        Unauthenticated, match=f"the clock of {gethostname()} shows 1970-01-01T02:16:40Z"
+    ):
         strict.verify(token)
     monkeypatch.setattr(time, "time", lambda: 1000.0 + 86_400.0)
     with pytest.raises(Unauthenticated, match="86400 s are tolerated; `forge doctor` compares"):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from forge.client.stored.filters import check_filter
 from forge.core.errors import InvalidArgument
 from forge.v1 import common_pb2, pool_pb2
 from services.pool.data.commands import EraseTasks, MendIndex
 from services.pool.data.reads import query
-from services.pool.data.reads.trajectory_filter import check_filter
 from services.pool.data.repair.index_mending import MENDED, wrong_entries
 from services.pool.storage.environment.lmdb_env import Environment
 from services.pool.storage.environment.migrations import SCHEMA_VERSION, stored_version

@@ -180,7 +180,10 @@ def test_clock_jumps_hide_no_closed_trajectory(tmp_path_factory, times, since):
         ({"min_reward": math.nan}, "filter.min_reward is not a number"),
         ({"min_reward": 1, "max_reward": 0.5}, "min_reward 1 is above filter.max_reward 0.5"),
         ({"min_weight_version": 4, "max_weight_version": 3}, "min_weight_version 4 is above"),
-        ({"closed_from_unix_s": 4, "closed_before_unix_s": 3}, "closed_from_unix_s 4 is above"),
+        (
+            {"closed_from_unix_s": 4, "closed_before_unix_s": 3},
+            "closed_from_unix_s 1970-01-01T00:00:04Z is above",
+        ),
         ({"state": OPEN, "domain": "code"}, "filter.domain is set, which no open"),
         ({"state": OPEN, "closed_from_unix_s": 1}, "filter.closed_from_unix_s is set"),
     ],
