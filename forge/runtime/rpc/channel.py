@@ -6,8 +6,10 @@ loopback interface.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -24,6 +26,9 @@ MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 """4 MiB of payload and room for the other fields; larger payloads travel in chunks."""
 MAX_REFUSED_BYTES = 4 * MAX_MESSAGE_BYTES
 """Up to here a message is received, refused and counted; gRPC drops larger ones."""
+
+IDLE_S = 600.0
+"""Time without a new call after which a channel may retire."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -52,22 +57,43 @@ def blocking_channel(address: str, security: Security) -> grpc.Channel:
 
 
 class Channels:
-    """All channels of one process, opened on demand."""
+    """All channels of one process, opened on demand. When a further one opens, those without a new
+    call for `IDLE_S` retire: addresses of ended processes do not add up. A stub that someone has
+    kept opens its channel again."""
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._security = security
+        self._clock = clock
+        self._known: WeakValueDictionary[str, _AuthorizedChannel] = WeakValueDictionary()
+        """Those whose stubs someone has kept, too."""
         self._channels: dict[str, _AuthorizedChannel] = {}
+        """Those that are open, or have calls in flight."""
         self._stubs: dict[tuple[str, Callable[[grpc.aio.Channel], Any]], Any] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to "host:port". Its calls carry this process's token unless
         they pass an `authorization`. Raises ConfigError where TLS is needed but not set.
         """
-        channel = self._channels.get(address)
+        channel = self._channels.get(address) or self._known.get(address)
         if channel is None:
-            channel = _AuthorizedChannel(address, self._security)
-            self._channels[address] = channel
+            channel = _AuthorizedChannel(
+                address, self._security, on_open=self._enter, clock=self._clock
+            )
+            self._known[address] = channel
         return channel
+
+    def _enter(self, opened: _AuthorizedChannel) -> None:
+        self._retire_idle()
+        self._channels[opened.address] = opened
+
+    def _retire_idle(self) -> None:
+        oldest_s = self._clock() - IDLE_S
+        for address, channel in list(self._channels.items()):
+            if channel.called_s < oldest_s:
+                channel.retire()
+                if not channel.has_calls():
+                    del self._channels[address]
+        self._stubs = {key: one for key, one in self._stubs.items() if key[0] in self._channels}
 
     def stub(self, make: Callable[[grpc.aio.Channel], Stub], address: str) -> Stub:
         """Return the stub of class `make` on the channel to "host:port": one for all its calls,
@@ -101,9 +127,31 @@ def open_channel(address: str, security: Security) -> grpc.aio.Channel:
 class _AuthorizedChannel(RenewableChannel):
     """A channel that adds a token to every call."""
 
-    def __init__(self, address: str, security: Security) -> None:
+    def __init__(
+        self,
+        address: str,
+        security: Security,
+        *,
+        on_open: Callable[[_AuthorizedChannel], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`on_open` is called now, and at the first call after `retire`."""
         super().__init__(lambda: open_channel(address, security))
+        self.address = address
+        self.called_s = clock()
+        """Time of the last call."""
         self._security = security
+        self._on_open = on_open
+        self._clock = clock
+        on_open(self)
+
+    def inner(self) -> grpc.aio.Channel:
+        """Return the inner channel; open it after `retire`."""
+        is_retired = self._inner is None
+        inner = super().inner()
+        if is_retired:
+            self._on_open(self)
+        return inner
 
     def multicallable(self, kind: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return the multicallable of the base class, which adds the token to each call."""
@@ -113,6 +161,7 @@ class _AuthorizedChannel(RenewableChannel):
         traced = kind.startswith("unary")
 
         def invoke(request: Any = None, *, metadata: Any = None, **options: Any) -> Any:
+            self.called_s = self._clock()
             pairs = tuple(metadata) if metadata is not None else ()
             if not any(key == "authorization" for key, _ in pairs):
                 pairs += (("authorization", f"Bearer {security.token_for(audience)}"),)
