@@ -4,6 +4,7 @@ worker, whole or while they are computed."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
@@ -36,6 +37,9 @@ from services.inference.worker import shared_memory
 from services.inference.worker.landing_memory import Landing, LandingRoom
 from services.inference.worker.metrics import HAND_OFFS
 
+UNSHARED_S = 60.0
+"""Time without shared memory after a file that could not be opened or mapped."""
+
 
 class KvFetcher:
     """The fetches of one decode worker."""
@@ -57,11 +61,21 @@ class KvFetcher:
         self.whole_room = LandingRoom(landing_bytes)
         """Apart: a computed prompt does not wait for those that are still computed."""
         self.shared_memory = place()
+        self.clock = time.monotonic
+        self._unshared_until_s = -math.inf
         self._engine = engine
 
     def fetch(self, request: pb.DecodeRequest, *, to_token: int) -> KvFetch:
         """Return the fetch of one request; `to_token`: length of its prompt."""
         return KvFetch(self, request, to_token=to_token)
+
+    def offered_memory(self) -> str:
+        """Return the memory that senders may use now; "" for none."""
+        return self.shared_memory if self.clock() >= self._unshared_until_s else ""
+
+    def pause_memory(self) -> None:
+        """Offer no memory for a while: the next fetches do without it."""
+        self._unshared_until_s = self.clock() + UNSHARED_S
 
     @property
     def fingerprint(self) -> bytes:
@@ -160,7 +174,7 @@ class KvFetch:
                 from_token=from_token,
                 release=True,
                 slices=True,
-                shared_memory=fetcher.shared_memory,
+                shared_memory=fetcher.offered_memory(),
                 session_id=request.session_id,
                 early=request.early,
                 model_fingerprint=fetcher.fingerprint,
@@ -200,8 +214,7 @@ class KvFetch:
                 shared_memory.read, shared.name, size=shared.bytes, checksum=shared.xxh3_64
             )
         except OSError as error:
-            # The next fetches do without it.
-            self._fetcher.shared_memory = ""
+            self._fetcher.pause_memory()
             raise Unavailable(f"shared memory {shared.name}: {error}") from error
         except asyncio.CancelledError:
             # The thread may not have begun.

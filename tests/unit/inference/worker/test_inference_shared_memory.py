@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from forge.core.errors import DataLoss
+from forge.core.errors import DataLoss, Unavailable
 from forge.runtime.files.host_memory import place
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.rpc.server import RpcServer
@@ -19,7 +19,9 @@ from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SampledTokens, SamplingParams
 from services.inference.engines.base import KvSpan
+from services.inference.kv_codec import PromptEnd
 from services.inference.worker import shared_memory
+from services.inference.worker.kv_fetch import UNSHARED_S
 from services.inference.worker.service import DecodeServicer, PrefillServicer
 from tests.support.inference.fetching_engine import FetchingEngine
 from tests.support.inference.weight_sources import SECURITY
@@ -160,6 +162,23 @@ async def test_hand_off_is_the_same_with_and_without_shared_memory(
     assert bytes(span.data) == DATA
     assert (span.version, span.fingerprint, span.shape) == (3, b"model", SPAN.shape)
     assert not list(memory.iterdir())
+
+
+async def test_file_that_cannot_be_mapped_pauses_shared_memory(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next fetches do without it, and later ones use it again: the shortage may have ended."""
+    fetcher = DecodeServicer(cast(Any, FetchingEngine()), Channels(SECURITY), silence_s=1.0).fetcher
+    now_s = 100.0
+    monkeypatch.setattr(fetcher, "clock", lambda: now_s)
+    assert fetcher.offered_memory() == place()
+    fetch = fetcher.fetch(pb.DecodeRequest(), to_token=1)
+    shared = pb.FetchKvResponse(shared=pb.SharedKv(name="forge-kv-" + "0" * 32, bytes=4))
+    with pytest.raises(Unavailable):
+        await fetch._read_shared(shared, PromptEnd())
+    assert fetcher.offered_memory() == ""
+    now_s += UNSHARED_S
+    assert fetcher.offered_memory() == place()
 
 
 async def test_full_shared_memory_sends_slices(
