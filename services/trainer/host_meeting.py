@@ -35,6 +35,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 NAME = "forge"
 """Of the rendezvous, for `--rdzv-backend`."""
+ADDRESS_S = 60
+"""Longest time from the end of a meeting until rank 0 has stored its address, by default."""
 _TIMEOUTS = ("join", "last_call", "close", "heartbeat")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -161,4 +163,8 @@ def _place(params: RendezvousParameters) -> tuple[Store, RendezvousBackend]:
     except OSError as error:
         raise RendezvousConnectionError(f"{folder}: {error.strerror}") from error
     # Of each round, the address of its rank 0: it grows by some 100 bytes per round.
-    return FileStore(str(folder / "addresses")), MeetingFile(folder / "hosts")
+    addresses = FileStore(str(folder / "addresses"))
+    # As torch's own store. If the host of rank 0 is lost, hosts would wait 5 minutes for it.
+    limit = _timeout(params, "read") or timedelta(seconds=ADDRESS_S)
+    addresses.set_timeout(limit)
+    return addresses, MeetingFile(folder / "hosts")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
@@ -14,7 +16,14 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from services.trainer.host_meeting import NAME, HostMeeting, MeetingFile, make_meeting, use_meeting
+from services.trainer.host_meeting import (
+    NAME,
+    HostMeeting,
+    MeetingFile,
+    _place,
+    make_meeting,
+    use_meeting,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +83,16 @@ def test_lost_host_is_out_of_the_meeting_after_its_last_heartbeat(tmp_path: Path
     (survivor,) = hosts(tmp_path, 1)
     assert joined(survivor) == [(0, 1)]
     assert survivor.shutdown()
+
+
+def test_host_waits_a_minute_for_the_address_of_rank_0(tmp_path: Path) -> None:
+    """Not five: its host may be lost since the meeting. `read_timeout` sets another limit, as at
+    an address."""
+    chosen = parameters(str(tmp_path))
+    for seconds in (60, 5):
+        store: Any = _place(chosen)[0]
+        assert store.timeout == timedelta(seconds=seconds)
+        chosen.config["read_timeout"] = 5
 
 
 def test_one_of_two_changes_of_a_state_counts(tmp_path: Path) -> None:
