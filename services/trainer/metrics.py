@@ -236,6 +236,8 @@ _ENGINE_GAUGES = {
         ("staleness_mean", "Mean number of weight versions between sampling and training."),
     )
 }
+_OVER = {"mean_reward": "trajectories", "trajectories": "trajectories"}
+"""The count that a gauge of an engine is a mean over, or is itself; of others `trained_tokens`."""
 EVALUATIONS = counter(
     "forge_trainer_evaluations_total",
     "Due evaluations, by result: done, skipped, refused.",
@@ -288,12 +290,19 @@ def show(metrics: pb.StepMetrics, batch: BatchSamples) -> None:
     for domain, own in metrics.domains.items():
         for name, shown in _DOMAIN_GAUGES.items():
             shown.labels(domain).set(getattr(own, name))
+    _show_engines(metrics)
+
+
+def _show_engines(metrics: pb.StepMetrics) -> None:
     for shown in _ENGINE_GAUGES.values():
         # An engine that has left the fleet has no value in later batches.
         shown.clear()
     for engine, of_engine in metrics.engines.items():
         for name, shown in _ENGINE_GAUGES.items():
-            shown.labels(engine).set(getattr(of_engine, name))
+            over = _OVER.get(name, "trained_tokens")
+            # A mean over nothing is no zero.
+            if over == name or getattr(of_engine, over):
+                shown.labels(engine).set(getattr(of_engine, name))
 
 
 def show_hold(hold: WeightHold) -> None:

@@ -40,7 +40,6 @@ from services.inference.router.metrics import (
     ENGINE_REQUESTS,
     OLDER_WEIGHTS,
     PLACED_PREFILLS,
-    STARTED_OVER,
 )
 
 SUSPECT_S = 2.0
@@ -160,8 +159,6 @@ class Fleet:
         OLDER_WEIGHTS.inc(older)
         ENGINE_REQUESTS.labels(chosen.engine.name).inc()
         PLACED_PREFILLS.labels("local" if chosen.samples else "prefill").inc()
-        if change := needs.change_by(chosen.engine):
-            STARTED_OVER.labels(change).inc()
         if chosen.samples:
             self.homes.settle(session, chosen.instance_id, now_s=now_s)
         return chosen

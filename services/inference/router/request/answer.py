@@ -11,6 +11,7 @@ from services.inference import codec
 from services.inference.engines.base import Finish, Prompt
 from services.inference.router.fleet.needs import Needs
 from services.inference.router.fleet.workers import Engine
+from services.inference.router.metrics import STARTED_OVER
 
 
 class RoutedAnswer:
@@ -78,6 +79,9 @@ class RoutedAnswer:
 
     def take(self, tokens: SampledTokens, engine: Engine) -> None:
         """Add tokens that a worker with this engine sampled."""
+        # Here and not where a worker is chosen: that attempt may fail without a token.
+        if engine != self._engine and (change := self.needs.change_by(engine)):
+            STARTED_OVER.labels(change).inc()
         self._sampled += tokens.ids
         self.version = max(self.version, *int32_array(tokens.weight_versions), 0)
         if span := read_routes(tokens.routed_experts):

@@ -4,6 +4,7 @@ less than the request; and its end, which a lost worker may not have sent."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from services.inference import codec
 from services.inference.engines.base import ModelLimits, Tokens
 from services.inference.router.fleet.fleet import SUSPECT_S
 from services.inference.router.fleet.workers import Engine
+from services.inference.router.metrics import STARTED_OVER
 from services.inference.router.request.answer import RoutedAnswer
 from tests.support.inference.both_workers import cluster
 from tests.support.runtime.waiting import until
@@ -47,6 +49,20 @@ def sampled(answer: RoutedAnswer, *ids: int) -> SampledTokens:
             allowed=(-0.25,) * count if sampling.reshapes else (),
         )
     )
+
+
+def test_answer_that_starts_over_counts_once() -> None:
+    """With the first token of another engine: attempts there that fail before count nothing."""
+    answer, other = answer_of(), replace(ENGINE, model="other")
+    answer.take(sampled(answer, 4), replace(ENGINE, model="one"))
+    counted = STARTED_OVER.labels("model")
+    before = counted._value.get()
+    for _ in range(3):
+        assert answer.needs.change_by(other) == "model"
+    assert counted._value.get() == before
+    for token in (5, 6):
+        answer.take(sampled(answer, token), other)
+    assert counted._value.get() == before + 1
 
 
 @pytest.mark.parametrize("streamed", [False, True])
