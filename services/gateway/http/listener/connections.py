@@ -15,6 +15,7 @@ from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from services.gateway.config import ConnectionSettings
 from services.gateway.http.bodies import unsupported_encoding
@@ -60,10 +61,20 @@ class Connections:
 
 class Connection(web.RequestHandler):
     """One connection. A header has to be complete within the deadline after the connection opens,
-    and after the first byte of each later request. A client has to take bytes of an answer that is
-    larger than the buffers."""
+    and after the first byte of each later request; if that came with or during another request,
+    after the end of that one. A client has to take bytes of an answer that is larger than the
+    buffers."""
 
-    __slots__ = ("_address", "_connections", "_deadline", "_in_request", "_stall", "_unsent_bytes")
+    __slots__ = (
+        "_address",
+        "_body",
+        "_connections",
+        "_deadline",
+        "_header_begun",
+        "_in_request",
+        "_stall",
+        "_unsent_bytes",
+    )
 
     def __init__(
         self, server: web.Server, connections: Connections, loop: asyncio.AbstractEventLoop
@@ -80,6 +91,10 @@ class Connection(web.RequestHandler):
         """None unless the connection is admitted."""
         self._deadline: asyncio.TimerHandle | None = None
         self._in_request = False
+        self._body: StreamReader = EMPTY_PAYLOAD
+        """Of the newest header."""
+        self._header_begun = False
+        """Bytes of a further, incomplete header have come during a request."""
         self._stall: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
         """In the buffer of the transport, at the last look."""
@@ -99,8 +114,16 @@ class Connection(web.RequestHandler):
         self._start_deadline()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes between two requests begin a header."""
+        """Bytes between two requests begin a header, and bytes after the body of one."""
+        headers, between = self._request_count, self._body.is_eof()
         super().data_received(data)
+        if self._request_count > headers:
+            self._body = self._messages[-1][1]
+            # A body has an end that is not seen here: a header behind it waits for its next byte.
+            ends = self._body is not EMPTY_PAYLOAD or data.endswith(b"\r\n\r\n")
+            self._header_begun = not ends
+        elif between:
+            self._header_begun = True
         if not self._in_request and self._deadline is None:
             self._start_deadline()
 
@@ -150,6 +173,8 @@ class Connection(web.RequestHandler):
             yield
         finally:
             self._in_request = False
+            if self._header_begun and not self._messages and self._deadline is None:
+                self._start_deadline()
 
     def _start_deadline(self) -> None:
         timeout_s = self._connections.settings.header_timeout_s

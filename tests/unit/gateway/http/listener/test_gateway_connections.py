@@ -96,6 +96,26 @@ async def test_half_open_connections_close_while_a_stream_continues() -> None:
     assert refused("header_timeout") - before == HALF_OPEN
 
 
+@pytest.mark.parametrize("together", [True, False])
+async def test_deadline_holds_for_a_header_that_began_during_a_request(together: bool) -> None:
+    """No later byte has to come: half a header with the request before it, or behind its body."""
+    limits = ConnectionSettings(header_timeout_s=0.5)
+    turns, body = PausedTurns(), json.dumps(BODY).encode()
+    begin = b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer k\r\n"
+    first = begin + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    if together:
+        first = b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n" + HALF_HEADER
+    async with served(turns, connections=limits) as url:
+        reader, writer = await connect(url, first)
+        if not together:
+            await reader.readuntil(b"data:")
+            writer.write(HALF_HEADER)
+            await writer.drain()
+            turns.may_end.set()
+        await received(reader)
+        writer.close()
+
+
 async def test_deadline_holds_for_each_header_of_a_connection() -> None:
     """A complete first request does not exempt the second header."""
     limits = ConnectionSettings(header_timeout_s=0.5)
