@@ -93,7 +93,7 @@ class SchedulerConfig(ServiceConfig):
         """Raises `InvalidArgument` for settings without effect and for a short token validity."""
         self._refuse_ignored()
         for domain, kwargs in self.domain_chat_template_kwargs.items():
-            template_kwargs.check(kwargs, field=f"domain_chat_template_kwargs.{domain}")
+            template_kwargs.checked(kwargs, field=f"domain_chat_template_kwargs.{domain}")
         if self.session_ttl_s < self.queue.rollout_timeout_s:
             raise InvalidArgument(
                 f"session_ttl_s = {self.session_ttl_s:g} must be at least queue.rollout_timeout_s "

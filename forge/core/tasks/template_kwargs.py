@@ -20,13 +20,13 @@ def kwargs_json(kwargs: Mapping[str, Any] | None) -> str:
     return json.dumps(kwargs, sort_keys=True, separators=(",", ":")) if kwargs else ""
 
 
-def check(kwargs: str, *, field: str = "chat_template_kwargs") -> None:
-    """Raise `InvalidArgument` with `field` for variables of a task, a domain or a request that are
-    too large or no JSON object."""
+def checked(kwargs: str, *, field: str = "chat_template_kwargs") -> dict[str, Any]:
+    """Return the variables of a task, a domain or a request. Raise `InvalidArgument` with `field`
+    for a text that is too large or no JSON object."""
     size_bytes = len(kwargs.encode())
     if size_bytes > MAX_KWARGS_BYTES:
         raise InvalidArgument(f"{field} has {size_bytes} bytes; at most {MAX_KWARGS_BYTES}")
-    merged(kwargs, field=field)
+    return merged(kwargs, field=field)
 
 
 def merged(*layers: str, field: str = "chat_template_kwargs") -> dict[str, Any]:

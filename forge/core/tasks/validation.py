@@ -55,7 +55,7 @@ def check_task_fields(task: TaskFields) -> None:
         raise InvalidArgument(f"group_size {task.group_size} must be at least 1")
     if not 0 <= task.difficulty <= 1:
         raise InvalidArgument(f"difficulty {task.difficulty} must be from 0 to 1")
-    template_kwargs.check(task.chat_template_kwargs_json, field="chat_template_kwargs_json")
+    template_kwargs.checked(task.chat_template_kwargs_json, field="chat_template_kwargs_json")
     _check_models(task.models)
     check_metadata(task.metadata)
     if len(task.user.encode()) > MAX_USER_BYTES:

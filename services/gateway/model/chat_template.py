@@ -148,8 +148,7 @@ def merged_kwargs(variables: frozenset[str], granted: str, asked: str) -> str:
     Raises `InvalidArgument` for a request's that are no JSON object or too large, and for a name
     that is not in `variables`; the message has the name and the value.
     """
-    template_kwargs.check(asked)
-    merged = template_kwargs.merged(granted, asked)
+    merged = template_kwargs.merged(granted) | template_kwargs.checked(asked)
     for name, value in merged.items():
         if name not in variables:
             raise InvalidArgument(
