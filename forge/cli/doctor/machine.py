@@ -93,7 +93,7 @@ def attempted(subject: str, check: Callable[[], Finding | Iterable[Finding]]) ->
         yield Finding(
             ok=False,
             text=f"{subject}: the check failed: {reason}",
-            remedy="Give this process a complete /dev, /proc and /sys, and leave to start others.",
+            remedy="Give this process a complete /dev, /proc and /sys, and the right to fork.",
         )
 
 

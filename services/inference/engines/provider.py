@@ -79,9 +79,9 @@ class EngineProvider(Protocol):
     It has one function or more of: `start_prefill` and `start_decode`, as below; `start_both`,
     which returns a `BothEngine`; `start_aggregated`, which returns an `AggregatedEngine` for the
     role both. `check(model_path, *, context_tokens, device, dtype)` raises ConfigError for a model
-    that it cannot serve (`--check` and `forge run --model` call it); it may leave out any of the
-    keywords. `examine(model_path)` yields findings on its
-    installation, and with a model on what it computes.
+    that it cannot serve (`--check`, `forge run --model` and, without `examine`, `forge doctor
+    --engine --model` call it); it may leave out any of the keywords. `examine(model_path)` yields
+    findings on its installation, and with a model on what it computes.
 
     An actor of `actors` that fails for good ends the worker with exit code 1.
     """
