@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from prometheus_client import REGISTRY
 
 from forge.core.errors import ConfigError, InvalidArgument, NotFound, StaleFence, Unavailable
 from forge.runtime.rpc import Channels, RpcServer, from_rpc_error, translated
-from forge.runtime.rpc.channel import IDLE_S
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Claims, Keyring
 from forge.v1 import pool_pb2, pool_pb2_grpc
@@ -316,35 +314,6 @@ async def test_error_of_a_nested_call_is_passed_on(served: Served) -> None:
     with pytest.raises(NotFound, match="told to raise NotFound"):
         async with translated():
             await served.stub.Unary(b"say:x", timeout=30)
-
-
-async def test_idle_channels_retire_when_another_opens(served: Served) -> None:
-    """Each restart of a peer has a new address. Calls in flight end on the old channel; a stub that
-    its user has kept opens another, which is in use again."""
-    now_s = 0.0
-    channels = Channels(served.security, clock=lambda: now_s)
-    stub: Any = channels.stub(EchoStub, served.address)
-    channel: Any = channels.get(served.address)
-    waiting = asyncio.ensure_future(stub.Unary(b"wait", timeout=60))
-    await served.servicer.entered.wait()
-    now_s += IDLE_S + 1
-    channels.get("127.0.0.1:1")
-    assert channel._inner is None and channel.has_calls()
-    served.servicer.gate.set()
-    assert await waiting == b"waited"
-    await until(lambda: not channel.has_calls())
-    channels.get("127.0.0.1:2")
-    assert list(channels._channels) == ["127.0.0.1:1", "127.0.0.1:2"]
-    assert await stub.Unary(b"say:again", timeout=30) == b"again"
-    assert channels.get(served.address) == channel and served.address in channels._channels
-    now_s += IDLE_S + 1
-    channels.get("127.0.0.1:3")
-    await until(lambda: not channel.has_calls())
-    channels.get("127.0.0.1:4")
-    stub = channel = None
-    gc.collect()
-    assert served.address not in channels._known
-    await channels.close()
 
 
 @pytest.fixture(scope="module")
