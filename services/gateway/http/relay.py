@@ -41,14 +41,20 @@ class Relay:
         self._call_id = uuid.uuid4().hex
         self._deadline = _Deadline(api)
         self._recorded = False
-        """Whether the session knows of the call and not of its end."""
+        """Whether the session may know of the call, and not of its end."""
         self._answer: ExternalAnswer | None = None
 
     async def begin(self) -> None:
         """Begins the call in the session."""
         begin = BeginOther(call_id=self._call_id, abort=self._deadline.abort, arrived=self._arrived)
-        await self._session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
+        # The session may begin it later, when nobody waits any more: a call without its end would
+        # prevent the close of the session.
         self._recorded = True
+        try:
+            await self._session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)
+        except BaseException:
+            self.leave()
+            raise
 
     @asynccontextmanager
     async def call(
