@@ -45,3 +45,26 @@ async def test_idle_channels_retire_when_another_opens() -> None:
     assert address not in channels._known
     await channels.close()
     await server.stop(grace_s=0)
+
+
+async def test_open_streams_outlive_their_idle_channel() -> None:
+    """Nobody has to wait for their next message: a stream to a router may be silent for hours."""
+    now_s, security, servicer = 0.0, Security(Keyring.from_bytes(b"k" * 32)), EchoServicer()
+    server = RpcServer(service="echo", host="127.0.0.1", port=0, security=security)
+    server.add_service(add_to_server, servicer, full_name=FULL_NAME, scopes=SCOPES)
+    channels = Channels(security, clock=lambda: now_s)
+    address = await server.start()
+    streams = [channels.stub(EchoStub, address).StreamStream() for _ in range(2)]
+    for stream in streams:
+        await stream.write(b"say:before")
+        assert await stream.read() == b"before"
+    reading = asyncio.ensure_future(streams[0].read())
+    now_s += IDLE_S + 1
+    channels.get("127.0.0.1:1")
+    channel: Any = channels.get(address)
+    await until(lambda: channel.has_calls())
+    for stream in streams:
+        await stream.write(b"say:after")
+    assert [await reading, await streams[1].read()] == [b"after", b"after"]
+    await channels.close()
+    await server.stop(grace_s=0)
