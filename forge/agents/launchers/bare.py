@@ -7,13 +7,14 @@ import os
 import shutil
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
+from forge.agents.sandbox import child_process
 from forge.agents.sandbox.child import end_group, start_turn
 
 # Sets the limits in the program's process and then executes the program: Python code between fork
@@ -50,7 +51,7 @@ class BareLauncher:
         environment = {**request.inherited, **request.variables, **request.certificates, **places}
         try:
             async with start_turn():
-                process = await asyncio.create_subprocess_exec(
+                process = await child_process.start(
                     *(
                         sys.executable,
                         "-I",

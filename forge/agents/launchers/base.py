@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from forge.agents.rollout import Gateway
+from forge.agents.sandbox.child_process import ChildProcess
 
 OUTPUT_BYTES: Final = 64 << 10
 """Kept end of standard output, of standard error, and the longest answer file."""
@@ -59,7 +59,7 @@ class Request:
 class Program:
     """A started program; the end of its context ends it."""
 
-    process: Process
+    process: ChildProcess
     answer: Callable[[], str]
     """Reads the answer file; "" without one."""
     wrapped: bool = True

@@ -13,12 +13,12 @@ import shutil
 import sys
 import tempfile
 import uuid
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Final
 
 from forge.agents.launchers import container_removal
@@ -28,9 +28,10 @@ from forge.agents.launchers.gateway_network import (
     gateway_network,
     host_names,
 )
-from forge.agents.sandbox import seccomp
+from forge.agents.sandbox import child_process, seccomp
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
 from forge.agents.sandbox.child import end_group, last_lines, start_turn
+from forge.agents.sandbox.child_process import ChildProcess
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.telemetry import log
 
@@ -74,7 +75,7 @@ class ContainerLauncher:
         self._limits = limits
         self._label = f"forge.runner={runner}"
         self._engine = shlex.split(settings.engine)
-        self._removal: Process | None = None
+        self._removal: ChildProcess | None = None
         if not self._engine or shutil.which(self._engine[0]) is None:
             raise ConfigError(f"container_engine: there is no program {settings.engine!r}")
         if os.sep in self._engine[0]:
@@ -86,7 +87,7 @@ class ContainerLauncher:
         if self._settings.image and self._settings.pull == "never":
             await self._ask("image", "inspect", self._settings.image, failure="container_image")
         # It outlives the runner after SIGKILL, and removes what the runner cannot.
-        self._removal = await asyncio.create_subprocess_exec(
+        self._removal = await child_process.start(
             *(sys.executable, "-I", "-S", str(Path(container_removal.__file__))),
             *(self._label, *self._engine),
             stdin=PIPE,
@@ -135,7 +136,9 @@ class ContainerLauncher:
             self._removal.stdin.close()
             await self._removal.wait()
 
-    async def _start(self, name: str, image: str, request: Request, directory: Path) -> Process:
+    async def _start(
+        self, name: str, image: str, request: Request, directory: Path
+    ) -> ChildProcess:
         variables = {
             **request.variables,
             **{name: request.inherited[name] for name in request.passed},
@@ -151,7 +154,7 @@ class ContainerLauncher:
         (directory / _PROFILE).write_text(seccomp.container_profile())
         mounts = [f"{directory}:{_CERTIFICATES}:ro"] if request.certificates else []
         async with start_turn():
-            return await asyncio.create_subprocess_exec(
+            return await child_process.start(
                 *(*self._engine, "run", "--interactive", "--name", name, "--label", self._label),
                 *self._options(request, directory, mounts),
                 *(word for variable in variables for word in ("--env", variable)),
@@ -190,7 +193,7 @@ class ContainerLauncher:
         mounts += [f"{path}:{path}:rw" for path in map(_absolute, settings.write)]
         return words + [f"--volume={mount}" for mount in mounts]
 
-    async def _over_limit(self, process: Process) -> str:
+    async def _over_limit(self, process: ChildProcess) -> str:
         # Engines do not know reliably by which limit: the container's is the lower one.
         killed = process.returncode == _KILLED and self._limits.memory_bytes
         return "over its limit on memory, or killed by its host" if killed else ""
@@ -213,7 +216,7 @@ class ContainerLauncher:
     async def _ask(self, *words: str, failure: str = "") -> str:
         """Returns the output of a command of the engine. Raises `RuntimeError` with its error;
         `ConfigError` if `failure` names a setting."""
-        process = await asyncio.create_subprocess_exec(
+        process = await child_process.start(
             *self._engine, *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
         output, errors = await process.communicate()
@@ -239,7 +242,7 @@ def _absolute(path: str) -> Path:
     return Path(path).absolute()
 
 
-async def _reason(process: Process) -> str:
+async def _reason(process: ChildProcess) -> str:
     assert process.stderr
     lines = last_lines((await process.stderr.read()).decode(errors="replace"), chars=300)
     # docker ends with a hint to its help.

@@ -11,16 +11,17 @@ import ipaddress
 import os
 import socket
 import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from subprocess import PIPE
 from typing import Final
 from urllib.parse import urlsplit
 
 from forge.agents.launchers import namespace_listeners
 from forge.agents.launchers.handover import Handover
 from forge.agents.rollout import Gateway
+from forge.agents.sandbox import child_process
 from forge.agents.sandbox.child import last_lines, start_turn
 
 CONNECTIONS: Final = 64
@@ -74,7 +75,7 @@ async def _open(pid: int, addresses: list[Address], directory: str) -> list[int]
     words = [word for host, port in addresses for word in (names.get(host, host), str(port))]
     with Handover() as handover:
         async with start_turn():
-            process = await asyncio.create_subprocess_exec(
+            process = await child_process.start(
                 *(sys.executable, "-I", "-S", str(Path(namespace_listeners.__file__))),
                 *(str(pid), directory, *words),
                 stdin=handover.theirs.fileno(),

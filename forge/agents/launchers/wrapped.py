@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Final
 
 from forge.agents.launchers import entry
 from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
 from forge.agents.launchers.gateway_network import gateway_addresses, gateway_network, hosts_file
 from forge.agents.launchers.handover import Handover
+from forge.agents.sandbox import child_process
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
 from forge.agents.sandbox.child import end_group, last_lines
+from forge.agents.sandbox.child_process import ChildProcess
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.installations import names_file
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
@@ -90,7 +92,9 @@ class SandboxLauncher:
     async def close(self) -> None:
         """As `Launcher.close`: nothing to free."""
 
-    async def _start(self, request: Request, handover: Handover, group: ControlGroup) -> Process:
+    async def _start(
+        self, request: Request, handover: Handover, group: ControlGroup
+    ) -> ChildProcess:
         names, contents = _certificates(request.certificates)
         files = {**_USERS, **contents}
         if not self._sandbox.network:
@@ -105,7 +109,7 @@ class SandboxLauncher:
             command,
             descriptors,
         ):
-            process = await asyncio.create_subprocess_exec(
+            process = await child_process.start(
                 *group.words,
                 *command,
                 env={**request.inherited, **request.variables, **names, **_PLACES},
@@ -139,7 +143,7 @@ def _over_limit(group: ControlGroup) -> str:
     return "over its limit on memory" if group.over_limit() else ""
 
 
-async def _last_line(process: Process) -> str:
+async def _last_line(process: ChildProcess) -> str:
     assert process.stderr
     lines = last_lines((await process.stderr.read()).decode(errors="replace"), chars=200)
     return lines[-1] if lines else "no reason"

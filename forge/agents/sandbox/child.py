@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from asyncio.subprocess import Process
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Final
 from weakref import WeakKeyDictionary
+
+from forge.agents.sandbox.child_process import ChildProcess
 
 PASSED: Final = frozenset(
     (
@@ -46,13 +47,13 @@ def start_turn() -> asyncio.Lock:
 _START_TURNS: Final = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 
-def kill_group(process: Process) -> None:
+def kill_group(process: ChildProcess) -> None:
     """Kills the process and all its children. It must be the leader of its own session."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def end_group(process: Process) -> None:
+async def end_group(process: ChildProcess) -> None:
     """Kills as `kill_group` and waits for the process."""
     kill_group(process)
     await process.wait()

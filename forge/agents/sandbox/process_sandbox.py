@@ -11,14 +11,14 @@ import asyncio
 import importlib.util
 import os
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Final
 
-from forge.agents.sandbox import bubblewrap, seccomp
+from forge.agents.sandbox import bubblewrap, child_process, seccomp
 from forge.agents.sandbox.child import clean_environment, last_lines, start_turn
 from forge.agents.sandbox.installations import is_within, shown_directories, without_home
 from forge.core.errors import ConfigError, FailedPrecondition
@@ -70,7 +70,7 @@ class ProcessSandbox:
                     raise ConfigError(f"{self.owner}_{setting}: there is no {path}")
         try:
             async with self.command(sys.executable, "-I", "-S", "-c", "") as (command, descriptors):
-                probe = await asyncio.create_subprocess_exec(
+                probe = await child_process.start(
                     *command,
                     stdin=DEVNULL,
                     stdout=DEVNULL,

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from asyncio.subprocess import PIPE, Process
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from subprocess import PIPE
 from typing import Final
 
-from forge.agents.sandbox import bubblewrap, seccomp
+from forge.agents.sandbox import bubblewrap, child_process, seccomp
 from forge.agents.sandbox.bubblewrap import Bubblewrap
 from forge.agents.sandbox.child import kill_group, start_turn
+from forge.agents.sandbox.child_process import ChildProcess
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition
@@ -164,14 +165,14 @@ class Sandbox:
             self._slots = (loop, asyncio.Semaphore(os.cpu_count() or 1))
         return self._slots[1]
 
-    async def _start(self, group: ControlGroup) -> Process:
+    async def _start(self, group: ControlGroup) -> ChildProcess:
         limits, wrapper = self._limits, self._wrapper
         user = bubblewrap.UNPRIVILEGED_ID if wrapper else 0
         numbers = (limits.cpu_s, limits.sleep_s, limits.memory_bytes, user)
         filtered = seccomp.filter_file(wrapper.system_calls) if wrapper else nullcontext(-1)
         async with start_turn():
             with filtered as system_calls:
-                return await asyncio.create_subprocess_exec(
+                return await child_process.start(
                     *group.words,
                     *((*wrapper.words, "--seccomp", str(system_calls)) if wrapper else ()),
                     *(bubblewrap.interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", _PRELUDE),
@@ -185,7 +186,7 @@ class Sandbox:
                     pass_fds=(system_calls,) if wrapper else (),
                 )
 
-    async def _finish(self, process: Process, program: bytes) -> tuple[str, str]:
+    async def _finish(self, process: ChildProcess, program: bytes) -> tuple[str, str]:
         """Returns output and error of the started process."""
         output, errors = bytearray(), bytearray()
         try:
@@ -197,7 +198,7 @@ class Sandbox:
         return output[: self._limits.output_bytes].decode(errors="replace"), error
 
     async def _exchange(
-        self, process: Process, program: bytes, output: bytearray, errors: bytearray
+        self, process: ChildProcess, program: bytes, output: bytearray, errors: bytearray
     ) -> None:
         """Sends the program and reads its output to the end."""
         assert process.stdin and process.stdout and process.stderr
@@ -209,14 +210,16 @@ class Sandbox:
                 tasks.create_task(self._read(process, stream, into))
             tasks.create_task(process.wait())
 
-    async def _read(self, process: Process, stream: asyncio.StreamReader, into: bytearray) -> None:
+    async def _read(
+        self, process: ChildProcess, stream: asyncio.StreamReader, into: bytearray
+    ) -> None:
         while piece := await stream.read(1 << 16):
             into += piece
             if len(into) > self._limits.output_bytes:
                 kill_group(process)
                 return
 
-    def _complaint(self, process: Process, output: bytearray, errors: bytearray) -> str:
+    def _complaint(self, process: ChildProcess, output: bytearray, errors: bytearray) -> str:
         if max(len(output), len(errors)) > self._limits.output_bytes:
             return f"OutputError: more than {self._limits.output_bytes} bytes"
         if process.returncode == 0:

@@ -13,7 +13,6 @@ import json
 import re
 import shlex
 import shutil
-from asyncio.subprocess import Process
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from forge.agents.sandbox.child import (
     killed_from_outside,
     last_lines,
 )
+from forge.agents.sandbox.child_process import ChildProcess
 from forge.agents.sandbox.installations import names_file
 from forge.client.sessions.session import AgentSession
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
@@ -202,7 +202,7 @@ class Command:
         return trusted | self._client_certificate
 
 
-async def _to_the_end(process: Process, output: OutputTail, errors: OutputTail) -> None:
+async def _to_the_end(process: ChildProcess, output: OutputTail, errors: OutputTail) -> None:
     """Waits for the end of the program and of its output."""
     assert process.stdout and process.stderr
     async with asyncio.TaskGroup() as tasks:

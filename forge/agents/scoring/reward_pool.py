@@ -16,16 +16,17 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields
+from subprocess import PIPE
 from typing import Any, Final
 
 import msgspec
 
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.rewards import RewardTask
+from forge.agents.sandbox import child_process
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
 from forge.agents.sandbox.child import (
     OutputTail,
@@ -35,6 +36,7 @@ from forge.agents.sandbox.child import (
     killed_from_outside,
     last_lines,
 )
+from forge.agents.sandbox.child_process import ChildProcess
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
@@ -262,7 +264,7 @@ class _Worker:
         self._pass_environment = pass_environment
         self._limits = limits
         self._calls = 0
-        self._process: Process | None = None
+        self._process: ChildProcess | None = None
         self._stderr = OutputTail(STDERR_BYTES)
         self._group = ControlGroup()
         self._held = ExitStack()
@@ -305,7 +307,7 @@ class _Worker:
         self._reading.cancel()
         self._held.close()
 
-    async def _start(self) -> Process:
+    async def _start(self) -> ChildProcess:
         box, passed = self._sandbox, self._pass_environment
         # The first process of the sandbox is bubblewrap's.
         parent, user = (1, UNPRIVILEGED_ID) if box else (os.getpid(), 0)
@@ -319,7 +321,7 @@ class _Worker:
         )
         starting = box.command(*words) if box else nullcontext((words, ()))
         async with starting as (command, descriptors):
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await child_process.start(
                 *group.words,
                 *command,
                 stdin=PIPE,
@@ -333,7 +335,7 @@ class _Worker:
         self._reading = asyncio.create_task(self._stderr.read(self._process.stderr))
         return self._process
 
-    async def _death(self, process: Process) -> _Died:
+    async def _death(self, process: ChildProcess) -> _Died:
         """Ends the process; returns the error, with the last line of its output."""
         # Before the kill: the message needs the exit code of the process itself.
         with suppress(TimeoutError):
@@ -351,7 +353,7 @@ class _Worker:
         return (_Killed if killed else _Died)(f"its process {how}{output}")
 
 
-async def _exchange(process: Process, frame: bytes) -> _CallResult:
+async def _exchange(process: ChildProcess, frame: bytes) -> _CallResult:
     assert process.stdin and process.stdout
     process.stdin.write(frame)
     await process.stdin.drain()
