@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Self
 
 import msgspec
 
@@ -69,6 +70,20 @@ class TokenRecord:
     """user@host."""
     revoked_by: str = ""
 
+    @classmethod
+    def of(cls, claims: Claims, *, renewable_s: float, **more: str) -> Self:
+        """Describe a new token; `renewable_s`: time from its issue in which it can be renewed,
+        `more`: further fields."""
+        return cls(
+            subject=claims.subject,
+            scopes=tuple(sorted(claims.scopes)),
+            audience=tuple(sorted(claims.audience)),
+            issued_unix_s=claims.issued_unix_s,
+            expires_unix_s=claims.expires_unix_s,
+            renewable_until_unix_s=claims.issued_unix_s + renewable_s if renewable_s else 0.0,
+            **more,  # type: ignore[arg-type]
+        )
+
     @property
     def last_expiry_unix_s(self) -> float:
         """Returns the latest expiry of the token and of its renewals."""
@@ -107,15 +122,7 @@ async def issue(
     Raises InvalidArgument, Unavailable."""
     if renewable_s > MAX_LIFE_S:
         raise InvalidArgument(f"a token is renewable for at most {MAX_LIFE_S / 86_400:g} days")
-    record = TokenRecord(
-        subject=claims.subject,
-        scopes=tuple(sorted(claims.scopes)),
-        audience=tuple(sorted(claims.audience)),
-        issued_unix_s=claims.issued_unix_s,
-        expires_unix_s=claims.expires_unix_s,
-        renewable_until_unix_s=claims.issued_unix_s + renewable_s if renewable_s else 0.0,
-        issued_by=by,
-    )
+    record = TokenRecord.of(claims, renewable_s=renewable_s, issued_by=by)
     await _change(coordinator, claims.token_id, lambda _: record)
     return keyring.sign(claims)
 

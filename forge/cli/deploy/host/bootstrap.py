@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from forge.cli.connection import person
 from forge.cli.deploy.host.check import connection
@@ -33,15 +36,9 @@ async def bootstrap() -> list[str]:
     )
     async with at.open() as (coordinator, _):
         for one in manifest.tokens:
-            record = TokenRecord(
-                subject=one.subject,
-                scopes=one.scopes,
-                audience=one.audience,
-                issued_unix_s=one.issued_unix_s,
-                expires_unix_s=one.expires_unix_s,
-                renewable_until_unix_s=one.renewable_until_unix_s,
-                issued_by=person(),
-            )
+            # Without the id, which is the key.
+            record = msgspec.convert(one, TokenRecord, from_attributes=True)
+            record = replace(record, issued_by=person())
             if await record_once(coordinator, one.token_id, record):
                 changes.append(f"new token {one.token_id} of the runners on {one.subject}")
     return changes

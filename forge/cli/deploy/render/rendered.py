@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from forge.core.errors import InvalidArgument
+from forge.runtime.security.issued_tokens import TokenRecord
 
 MANIFEST = "manifest.json"
 TREE = "root"
@@ -61,16 +62,10 @@ class UnitEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEntry:
-    """The record of an issued token, without its signature."""
+class TokenEntry(TokenRecord):
+    """The record of a token that etcd does not have yet."""
 
     token_id: str
-    subject: str
-    scopes: tuple[str, ...]
-    audience: tuple[str, ...]
-    issued_unix_s: float
-    expires_unix_s: float
-    renewable_until_unix_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,15 +163,7 @@ class SecretStore:
             kind.role, subject, life_s=kind.life_s, audience=kind.audience
         )
         renewable_s = issued_tokens.ROLES[kind.role].renewable_s
-        entry = TokenEntry(
-            token_id=claims.token_id,
-            subject=claims.subject,
-            scopes=tuple(sorted(claims.scopes)),
-            audience=tuple(sorted(claims.audience)),
-            issued_unix_s=claims.issued_unix_s,
-            expires_unix_s=claims.expires_unix_s,
-            renewable_until_unix_s=claims.issued_unix_s + renewable_s if renewable_s else 0.0,
-        )
+        entry = TokenEntry.of(claims, renewable_s=renewable_s, token_id=claims.token_id)
         stored = _StoredToken(token=keyring.sign(claims), entry=entry)
         replace_private_file(file, msgspec.json.encode(stored).decode() + "\n")
         self.changes.append(f"new token of the {kind.users} on {host.name}")
