@@ -1,18 +1,20 @@
 """The weight stream from a trainer to workers, on the loopback interface.
 
     python -m benchmarks.weights [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
-                                 [--only full,egress,ranks,swaps,publication,deltas,kept_kv]
+                                 [--only full,egress,groups,ranks,swaps,publication,deltas,kept_kv]
                                  [--layout even|smollm2] [--ways bulk,bulk_tls,grpc,...]
 
 `full_over_socket.WAY`: CPU seconds of both ends of a plain socket copy over those of a publication
 of the same bytes to one worker, from digest to swap, over a bulk connection (`bulk_tls`: with TLS),
-gRPC, shared memory and a directory, and over those of a bare gRPC stream (`bare_grpc`); all receive
-into new memory. Interleaved, medians.
+gRPC, a group of gloo, shared memory and a directory, and over those of a bare gRPC stream
+(`bare_grpc`); all receive into new memory. Interleaved, medians.
 `full_over_socket`: the best way. `bulk_tls_over_tls_socket`: the same ratio of `bulk_tls` to a copy
 over a socket with TLS. `trainer_egress_over_one_worker`: bytes that leave the trainer for
-8 workers over those for one. `ranks.peak_mb.WAY`: largest growth of a rank's memory in the first
-publication of 4 ranks, by `publish_from`; `ranks.most_sent_over_weights.WAY`: most bytes that one
-of them sends to 8 workers over those of the weights, `all_sent_over_weights`: all of them together.
+8 workers over those for one. `groups.WAY_WORKERS`: seconds, CPU seconds of all ends and bytes from
+the trainer, for a group of gloo and for bulk connections. `ranks.peak_mb.WAY`: largest growth of a
+rank's memory in the first publication of 4 ranks, by `publish_from`;
+`ranks.most_sent_over_weights.WAY`: most bytes that one of them sends to 8 workers over those of the
+weights, `all_sent_over_weights`: all of them together.
 `swap_pause_ms`: the longest gap between two tokens of a running answer around a swap, less the
 median gap; `no_swap_pause_ms`: the same of the 40 tokens before it. `publish_to_sampled_p50_s`:
 from the begin of a publication to the first token of its version at a client of the router.
@@ -36,6 +38,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.support.report import arguments, keep, show
+from benchmarks.support.weights.groups import group_costs, publish_to, until_in_group
 from benchmarks.support.weights.grpc_floor import receive_stream, serve_stream
 from benchmarks.support.weights.socket_copy import receive_bytes, send_bytes
 from benchmarks.support.weights.stream import Started, cpu_of, follow_weights, publish_weights
@@ -43,9 +46,9 @@ from forge.cli.local_run.models.models import ensure_model
 from tests.support.runtime.etcd import Certificates, EtcdServer
 
 WORKERS = 8
-WAYS = ("bulk", "bulk_tls", "grpc", "memory", "directory")
+WAYS = ("bulk", "bulk_tls", "grpc", "group", "memory", "directory")
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
-PARTS = ("full", "egress", "ranks", "swaps", "publication", "deltas", "kept_kv")
+PARTS = ("full", "egress", "groups", "ranks", "swaps", "publication", "deltas", "kept_kv")
 _TENSORS = 64
 _FIRST_ROUNDS = 4
 """Not counted: they connect, the worker is not in discovery yet, and memory grows until it has the
@@ -76,17 +79,7 @@ def full_over_socket(
     """Return CPU seconds per GiB of both ends by way, of a bare gRPC stream and of sockets, and
     their ratios, for tensors of so many elements."""
     total_bytes = sum(elements) * 2
-    ends: dict[str, tuple[Started, Started]] = {}
-    Certificates.issue(folder)
-    for way in ways:
-        directory = str(folder) if way in ("bulk_tls", "directory") else ""
-        publisher = Started(publish_weights, etcd.endpoint, way, way, directory)
-        ends[way] = publisher, Started(follow_weights, etcd.endpoint, way, "w0", directory)
-    sender = Started(serve_stream, total_bytes)
-    ends["bare_grpc"] = sender, Started(receive_stream, sender.ready, total_bytes)
-    for name, tls in (("socket", ""), ("tls_socket", str(folder))):
-        sender = Started(send_bytes, total_bytes, tls)
-        ends[name] = sender, Started(receive_bytes, sender.ready, total_bytes, tls)
+    ends = _started(etcd, folder, ways, total_bytes=total_bytes)
 
     def transfer(name: str) -> None:
         sender, receiver = ends[name]
@@ -123,6 +116,26 @@ def full_over_socket(
     return {**sizes, **numbers, **ratios, "full_over_socket": best}
 
 
+def _started(
+    etcd: EtcdServer, folder: Path, ways: Sequence[str], *, total_bytes: int
+) -> dict[str, tuple[Started, Started]]:
+    """Return sender and receiver of each way, of a bare gRPC stream and of sockets."""
+    ends: dict[str, tuple[Started, Started]] = {}
+    Certificates.issue(folder)
+    for way in ways:
+        directory = str(folder) if way in ("bulk_tls", "directory", "group") else ""
+        publisher = Started(publish_weights, etcd.endpoint, way, way, directory)
+        ends[way] = publisher, Started(follow_weights, etcd.endpoint, way, "w0", directory, way)
+    sender = Started(serve_stream, total_bytes)
+    ends["bare_grpc"] = sender, Started(receive_stream, sender.ready, total_bytes)
+    for name, tls in (("socket", ""), ("tls_socket", str(folder))):
+        sender = Started(send_bytes, total_bytes, tls)
+        ends[name] = sender, Started(receive_bytes, sender.ready, total_bytes, tls)
+    if "group" in ways:
+        until_in_group(*ends["group"])
+    return ends
+
+
 def trainer_egress(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, float]:
     """Return the bytes that leave the trainer for 8 workers over those for one worker."""
     sent: dict[int, float] = {}
@@ -132,26 +145,18 @@ def trainer_egress(etcd: EtcdServer, *, mib: int, rounds: int) -> dict[str, floa
         workers = [Started(follow_weights, etcd.endpoint, cluster, f"w{n}") for n in range(count)]
         try:
             publisher.order("make", even(mib))
-            _publish_to(publisher, workers)
+            publish_to(publisher, workers)
             found = []
             for _ in range(rounds):
                 publisher.order("make", even(mib))
                 before = publisher.order("sent_bytes")
-                _publish_to(publisher, workers)
+                publish_to(publisher, workers)
                 found.append(publisher.order("sent_bytes") - before)
             sent[count] = statistics.median(found)
         finally:
             for process in (publisher, *workers):
                 process.end()
     return {"trainer_egress_over_one_worker": sent[WORKERS] / sent[1]}
-
-
-def _publish_to(publisher: Started, workers: list[Started]) -> None:
-    version = publisher.order("publish")
-    for worker in workers:
-        worker.begin("until", version)
-    for worker in workers:
-        worker.answer()
 
 
 def deltas(path: Path, *, steps: int) -> dict[str, float]:
@@ -199,6 +204,14 @@ def streams(
                 )
             if "egress" in parts:
                 numbers |= trainer_egress(etcd, mib=min(mib, 64), rounds=3)
+            if "groups" in parts:
+                numbers |= group_costs(
+                    etcd.endpoint,
+                    folder,
+                    elements=even(min(mib, 64)),
+                    rounds=rounds,
+                    most_workers=WORKERS,
+                )
             if "ranks" in parts:
                 hidden = 512 if quick else 1024
                 numbers |= rank_publication(folder, etcd.endpoint, hidden=hidden, workers=WORKERS)

@@ -632,6 +632,11 @@ class WeightServiceStub(object):
                 request_serializer=forge_dot_v1_dot_inference__pb2.FetchManifestRequest.SerializeToString,
                 response_deserializer=forge_dot_v1_dot_inference__pb2.FetchManifestResponse.FromString,
                 _registered_method=True)
+        self.JoinGroup = channel.unary_unary(
+                '/forge.v1.WeightService/JoinGroup',
+                request_serializer=forge_dot_v1_dot_inference__pb2.JoinGroupRequest.SerializeToString,
+                response_deserializer=forge_dot_v1_dot_inference__pb2.JoinGroupResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServiceServicer(object):
@@ -657,6 +662,16 @@ class WeightServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinGroup(self, request, context):
+        """Joins the group that receives one version by torch.distributed, from the trainer that announced
+        it with the way "group/BACKEND". Answers once the members are known; then they have to connect.
+        FAILED_PRECONDITION when the group does not form or has formed without the caller: call
+        FetchWeights. After any failure of the group call FetchWeights for the missing tensors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -669,6 +684,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.FetchManifest,
                     request_deserializer=forge_dot_v1_dot_inference__pb2.FetchManifestRequest.FromString,
                     response_serializer=forge_dot_v1_dot_inference__pb2.FetchManifestResponse.SerializeToString,
+            ),
+            'JoinGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinGroup,
+                    request_deserializer=forge_dot_v1_dot_inference__pb2.JoinGroupRequest.FromString,
+                    response_serializer=forge_dot_v1_dot_inference__pb2.JoinGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -726,6 +746,33 @@ class WeightService(object):
             '/forge.v1.WeightService/FetchManifest',
             forge_dot_v1_dot_inference__pb2.FetchManifestRequest.SerializeToString,
             forge_dot_v1_dot_inference__pb2.FetchManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forge.v1.WeightService/JoinGroup',
+            forge_dot_v1_dot_inference__pb2.JoinGroupRequest.SerializeToString,
+            forge_dot_v1_dot_inference__pb2.JoinGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -363,6 +363,12 @@ class WeightServiceStub:
     Check its sha256 against the announcement in etcd. NOT_FOUND when this instance does not have
     it: retry on another. After any other failure retry, here or on another instance.
     """
+    JoinGroup: _grpc.UnaryUnaryMultiCallable[_inference_pb2.JoinGroupRequest, _inference_pb2.JoinGroupResponse]
+    """Joins the group that receives one version by torch.distributed, from the trainer that announced
+    it with the way "group/BACKEND". Answers once the members are known; then they have to connect.
+    FAILED_PRECONDITION when the group does not form or has formed without the caller: call
+    FetchWeights. After any failure of the group call FetchWeights for the missing tensors.
+    """
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
@@ -379,6 +385,12 @@ class WeightServiceAsyncStub(WeightServiceStub):
     """Sends the manifest of one version: a JSON object (forge/runtime/weights/manifest.py) in chunks.
     Check its sha256 against the announcement in etcd. NOT_FOUND when this instance does not have
     it: retry on another. After any other failure retry, here or on another instance.
+    """
+    JoinGroup: _aio.UnaryUnaryMultiCallable[_inference_pb2.JoinGroupRequest, _inference_pb2.JoinGroupResponse]  # type: ignore[assignment]
+    """Joins the group that receives one version by torch.distributed, from the trainer that announced
+    it with the way "group/BACKEND". Answers once the members are known; then they have to connect.
+    FAILED_PRECONDITION when the group does not form or has formed without the caller: call
+    FetchWeights. After any failure of the group call FetchWeights for the missing tensors.
     """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -405,6 +417,18 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sends the manifest of one version: a JSON object (forge/runtime/weights/manifest.py) in chunks.
         Check its sha256 against the announcement in etcd. NOT_FOUND when this instance does not have
         it: retry on another. After any other failure retry, here or on another instance.
+        """
+
+    @_abc_1.abstractmethod
+    def JoinGroup(
+        self,
+        request: _inference_pb2.JoinGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.JoinGroupResponse, _abc.Awaitable[_inference_pb2.JoinGroupResponse]]:
+        """Joins the group that receives one version by torch.distributed, from the trainer that announced
+        it with the way "group/BACKEND". Answers once the members are known; then they have to connect.
+        FAILED_PRECONDITION when the group does not form or has formed without the caller: call
+        FetchWeights. After any failure of the group call FetchWeights for the missing tensors.
         """
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

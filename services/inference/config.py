@@ -14,6 +14,7 @@ from forge.runtime.serving_groups import check_group, kind_in
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from forge.runtime.settings.bulk_settings import BulkSettings
+from forge.runtime.settings.weight_group_settings import WeightGroupSettings
 from services.inference.engine_settings import TensorRtLlmSettings, VllmSettings
 
 _ENGINES_ON_FIRST_GPUS = ("tensorrt_llm", "vllm")
@@ -138,6 +139,7 @@ class InferenceConfig(ServiceConfig):
     """Directory on any mounted file system where the trainer with the same setting stores each
     version; empty: none. The worker fetches a missing version over gRPC."""
     bulk: BulkSettings = field(default_factory=BulkSettings)
+    weight_group: WeightGroupSettings = field(default_factory=WeightGroupSettings)
     max_running: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """decode and both: most requests that sample at the same time."""
     pass_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -160,6 +162,11 @@ class InferenceConfig(ServiceConfig):
                 "own rule for running answers"
             )
         self._check_device()
+        if self.weight_group.backend != "off":
+            # It imports gRPC, which `--help` does without.
+            from forge.runtime.weights.group_process import require_private
+
+            require_private(self.weight_group, self)
         if self.weights == "frozen" and not self.serving_group:
             raise InvalidArgument(
                 "weights = 'frozen' needs a serving_group: the policy's workers follow its weights"

@@ -25,6 +25,7 @@ from forge.runtime.process.service import ServiceContext
 from forge.runtime.weights.bulk import BulkClient, BulkServer
 from forge.runtime.weights.client import WeightClient
 from forge.runtime.weights.delta import DeltaEncoder
+from forge.runtime.weights.group_process import GroupProcess
 from forge.v1 import (
     inference_pb2_grpc,
     pool_pb2_grpc,
@@ -49,6 +50,7 @@ from services.trainer.learner.batch_reading import batch_reading
 from services.trainer.learner.reading_ranks import DataGroupReaders
 from services.trainer.model.placement import computed_type
 from services.trainer.published.files import HeldFiles
+from services.trainer.published.groups import WeightGroups
 from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher
 from services.trainer.published.recovery import SILENCE_S, ServedVersions
@@ -68,7 +70,10 @@ class TrainerApp:
         self._context = context
         self._config: TrainerConfig = context.config
         self._versions = PublishedVersions(kept=self._config.kept_versions)
-        self._copies = LocalCopies(workers=self._workers, directory=self._config.weights_dir)
+        self._groups = self._make_groups()
+        self._copies = LocalCopies(
+            workers=self._workers, directory=self._config.weights_dir, groups=self._groups
+        )
         self._record = TrainingRecord(
             max_steps=self._config.max_steps,
             metrics_file=self._config.metrics_file,
@@ -199,6 +204,9 @@ class TrainerApp:
         server = self._context.server
         bulk = BulkServer(self._context.security, self._config.bulk, host=self._config.host)
         self._context.undo.callback(bulk.close)
+        if self._groups is not None:
+            self._groups.start()
+            self._context.undo.push_async_callback(self._groups.close)
         server.add_service(
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
             TrainerServicer(
@@ -218,6 +226,7 @@ class TrainerApp:
             inference_pb2_grpc.add_WeightServiceServicer_to_server,
             weights.WeightServicer(
                 lambda: self._versions.weights,
+                join=self._groups.join if self._groups is not None else None,
                 deltas=DeltaEncoder(),
                 bulk=bulk,
                 sent=metrics.WEIGHT_SENT_BYTES.labels("0").inc,
@@ -255,6 +264,14 @@ class TrainerApp:
         return Publisher(
             coordinator, self._versions, source=self._address, floor=floor, copies=self._copies
         )
+
+    def _make_groups(self) -> WeightGroups | None:
+        config = self._config
+        if config.weight_group.backend == "off":
+            return None
+        host = (config.advertise_host or config.host).strip("[]")
+        process = GroupProcess(config.weight_group, host=host, device=config.device)
+        return WeightGroups(process, host=host, workers=self._workers)
 
     async def _workers(self) -> list[Instance]:
         """The workers in discovery."""

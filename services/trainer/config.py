@@ -26,6 +26,7 @@ from forge.rl.config import (
 from forge.runtime.settings import ServiceConfig
 from forge.runtime.settings.agreed import agreed_model, agreed_settings
 from forge.runtime.settings.bulk_settings import BulkSettings
+from forge.runtime.settings.weight_group_settings import WeightGroupSettings
 from services.trainer.mesh import MeshSettings, check_reading
 from services.trainer.samples.credit_rules import CreditRules
 from services.trainer.setting_tables import (
@@ -118,6 +119,7 @@ class TrainerConfig(ServiceConfig):
     """Directory on any mounted file system where the trainer stores each published version for
     workers with the same setting; empty: none. Both must run as the same user."""
     bulk: BulkSettings = field(default_factory=BulkSettings)
+    weight_group: WeightGroupSettings = field(default_factory=WeightGroupSettings)
     recompute_activations: bool = False
     """Compute each layer again in the backward pass: a third more work, and only the inputs of
     the layers stay in memory."""
@@ -181,6 +183,10 @@ class TrainerConfig(ServiceConfig):
         check_reading(self.read_from, self.rank_token_file, self.mesh_shape)
         self._check_devices()
         self._check_parts()
+        if self.weight_group.backend != "off":
+            from forge.runtime.weights.group_process import require_private
+
+            require_private(self.weight_group, self)
 
     def _check_devices(self) -> None:
         shape = self.mesh_shape

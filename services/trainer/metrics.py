@@ -104,6 +104,15 @@ WEIGHT_FILES = counter(
     "Versions stored for workers, by way (memory, directory) and outcome: written, failed.",
     ["way", "outcome"],
 )
+WEIGHT_GROUPS = counter(
+    "forge_trainer_weight_groups_total",
+    "Groups of workers that were to receive a version together, by outcome: complete, failed, or "
+    "not_formed (a fleet that starts, or a newer version).",
+    ["outcome"],
+)
+WEIGHT_GROUP_MEMBERS = gauge(
+    "forge_trainer_weight_group_members", "Workers of the newest group that formed."
+)
 _COUNTERS = {
     "lost_s": counter(
         "forge_trainer_lost_seconds_total", "Time lost by rewinds, resumes and skipped batches."

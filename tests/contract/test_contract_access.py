@@ -115,6 +115,7 @@ MATRIX = {
     "CacheService/WatchCache": SERVICE,
     "WeightService/FetchWeights": SERVICE,
     "WeightService/FetchManifest": SERVICE,
+    "WeightService/JoinGroup": SERVICE,
     "TrainerService/GetTrainerStatus": VIEWER,
     "TrainerService/WatchSteps": VIEWER,
     "TrainerService/SaveCheckpoint": OPERATOR,

@@ -12,16 +12,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
+import psutil
 import uvloop
+from prometheus_client import REGISTRY
 
 from benchmarks.support.cpu import cpu_s
 from forge.core.named_tensor import NamedTensor
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorSystem
 from forge.runtime.coordination import Coordinator, Instance
+from forge.runtime.files import host_memory
 from forge.runtime.process.allocator import keep_freed_memory
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.rpc.channel import Channels
@@ -29,17 +33,22 @@ from forge.runtime.rpc.server import RpcServer
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.settings.bulk_settings import BulkSettings
+from forge.runtime.settings.weight_group_settings import WeightGroupSettings
 from forge.runtime.telemetry import configure_logging
 from forge.runtime.weights.bulk import BulkServer
 from forge.runtime.weights.delta import DeltaEncoder
+from forge.runtime.weights.group_process import GROUP_KEY, GroupProcess
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.config import InferenceConfig
 from services.inference.engines.base import Probe
 from services.inference.worker.weights.follower import WeightFollower
+from services.trainer.published.groups import WeightGroups
 from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher, Snapshot
 from services.trainer.published.versions import PublishedVersions
 
+GROUPS = WeightGroupSettings(backend="gloo", join_s=60.0, silence_s=60.0, limit_s=600.0)
+LEASE_S = 30.0
 _KEPT_BYTES = 64 << 20
 
 
@@ -77,10 +86,21 @@ class Started:
         """Wait for the answer to the oldest order without one."""
         return self._ours.recv()
 
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of all its threads so far."""
+    @property
+    def answered(self) -> bool:
+        """Whether `answer` returns at once."""
+        return self._ours.poll()
+
+    @property
+    def pids(self) -> list[int]:
+        """Its process id, then those of its children."""
         assert self._process.pid is not None
-        return cpu_s(self._process.pid)
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        return [self._process.pid, *(one.pid for one in children)]
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all its threads and children so far."""
+        return cpu_s(self.pids[0])
 
     def end(self) -> None:
         """Kill it."""
@@ -115,8 +135,9 @@ def publish_weights(
     pipe: Connection, etcd: str, cluster: str, way: str = "grpc", directory: str = ""
 ) -> None:
     """Be a trainer's publisher; `way` is memory, bulk, grpc, or with the name of a directory
-    directory or bulk_tls.
-    Orders: make(elements), publish(), sent_bytes()."""
+    directory, bulk_tls or group.
+    Orders: make(elements), publish(), sent_bytes(), members(), ready(), digest(), metric(name,
+    labels)."""
     keep_freed_memory(_KEPT_BYTES)
     configure_logging("trainer", "trainer", level="warning", file="")
     uvloop.run(_publish(pipe, etcd, cluster, way, directory))
@@ -127,17 +148,27 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
     discovery = coordinator.discover("decode")
 
     async def workers() -> Sequence[Instance]:
-        return discovery.instances if way == "memory" else ()
+        return discovery.instances if way in ("memory", "group") else ()
 
     tls = directory if way == "bulk_tls" else ""
-    copies = LocalCopies(workers=workers, directory=directory if way == "directory" else "")
+    groups, process = None, GroupProcess(GROUPS, host="127.0.0.1", device="cpu")
+    if way == "group":
+        groups = WeightGroups(process, host="127.0.0.1", workers=workers)
+        groups.start()
+    copies = LocalCopies(
+        workers=workers, directory=directory if way == "directory" else "", groups=groups
+    )
     server = RpcServer(service="trainer", host="127.0.0.1", port=0, security=security(tls))
     versions = PublishedVersions(kept=2)
     sent: list[int] = []
     settings = BulkSettings(enabled=way.startswith("bulk"))
     bulk = BulkServer(security(tls), settings, host="127.0.0.1")
     servicer = weights.WeightServicer(
-        lambda: versions.weights, deltas=DeltaEncoder(), bulk=bulk, sent=sent.append
+        lambda: versions.weights,
+        deltas=DeltaEncoder(),
+        bulk=bulk,
+        join=groups.join if groups is not None else None,
+        sent=sent.append,
     )
     server.add_service(
         rpc.add_WeightServiceServicer_to_server, servicer, full_name=weights.FULL_NAME
@@ -157,6 +188,14 @@ async def _publish(pipe: Connection, etcd: str, cluster: str, way: str, director
             case "publish":
                 snapshot, made = Snapshot(step=publisher.version, tensors=made), []
                 return await publisher.publish(snapshot)
+            case "members":
+                return sum(one.metadata.get(GROUP_KEY) == "gloo" for one in discovery.instances)
+            case "ready":
+                return process.ready
+            case "digest":
+                return _digest(versions.weights)
+            case "metric":
+                return REGISTRY.get_sample_value(*order.arguments)
             case "end":
                 return copies.keep(())
         return sum(sent)
@@ -173,12 +212,16 @@ async def _obey(pipe: Connection, obey: Callable[[Order], Awaitable[Any]]) -> No
 
 
 def follow_weights(
-    pipe: Connection, etcd: str, cluster: str, name: str, directory: str = ""
+    pipe: Connection, etcd: str, cluster: str, name: str, directory: str = "", way: str = ""
 ) -> None:
-    """Be a worker's follower. Orders: until(version)."""
+    """Be a worker's follower; with the way group `directory` is memory of its own. Orders:
+    until(version), ready(), digest(), metric(name, labels)."""
     keep_freed_memory(_KEPT_BYTES)
     configure_logging("inference", name, level="error", file="")
-    uvloop.run(_follow(pipe, etcd, cluster, name, directory))
+    if way == "group":
+        # As on another host: it does not see the memory of the publisher.
+        host_memory.DIRECTORY = Path(directory)
+    uvloop.run(_follow(pipe, etcd, cluster, name, directory, way))
 
 
 @dataclass(slots=True)
@@ -200,15 +243,24 @@ class _Engine:
             await self.changed.wait_for(lambda: self.version >= version)
 
 
-async def _follow(pipe: Connection, etcd: str, cluster: str, name: str, directory: str) -> None:
+def _digest(held: Mapping[int, weights.HeldWeights]) -> tuple[int, str]:
+    """The newest version, and the SHA-256 of its data."""
+    version = max(held)
+    return version, weights.digest_of(one.data for one in held[version].tensors)
+
+
+async def _follow(
+    pipe: Connection, etcd: str, cluster: str, name: str, directory: str, way: str
+) -> None:
     coordinator = await Coordinator.connect(etcd, cluster=cluster)
     tls = directory if cluster == "bulk_tls" else ""
     server = RpcServer(service="inference", host="127.0.0.1", port=0, security=security(tls))
     config = InferenceConfig(
         instance_id=name,
-        weights_dir="" if tls else directory,
+        weights_dir="" if tls or way == "group" else directory,
+        weight_group=GROUPS if way == "group" else WeightGroupSettings(),
         weight_silence_s=60.0,
-        lease_ttl_s=30.0,
+        lease_ttl_s=LEASE_S,
     )
     context = ServiceContext(
         config=config,
@@ -221,9 +273,12 @@ async def _follow(pipe: Connection, etcd: str, cluster: str, name: str, director
     )
     engine = _Engine()
     follower = WeightFollower(context, cast(Any, engine), policy="default")
+    # As workers do; with other ways they relay over gRPC here.
+    relays = BulkSettings(enabled=way.startswith("bulk"))
+    bulk = BulkServer(security(tls), relays, host="127.0.0.1")
     server.add_service(
         rpc.add_WeightServiceServicer_to_server,
-        weights.WeightServicer(lambda: follower.weights, arriving=follower.relay),
+        weights.WeightServicer(lambda: follower.weights, arriving=follower.relay, bulk=bulk),
         full_name=weights.FULL_NAME,
     )
     address = await server.start()
@@ -232,11 +287,18 @@ async def _follow(pipe: Connection, etcd: str, cluster: str, name: str, director
     async def register() -> None:
         await context.until_ready()
         context.registration = await coordinator.register(
-            "decode", name, address, metadata=context.metadata, ttl_s=30.0
+            "decode", name, address, metadata=context.metadata, ttl_s=LEASE_S
         )
 
     async def obey(order: Order) -> Any:
-        await engine.until(order.arguments[0])
+        match order.name:
+            case "ready":
+                return follower._group is not None and follower._group.process.ready
+            case "digest":
+                return _digest(follower.weights)
+            case "metric":
+                return REGISTRY.get_sample_value(*order.arguments)
+        return await engine.until(order.arguments[0])
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(register())

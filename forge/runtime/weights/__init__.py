@@ -2,11 +2,13 @@
 
 `manifest`: a version's tensors with the digests of their slices, and its announcement in etcd.
 `hold`: the versions that workers serve instead of the newest.
-`service`: the RPCs that send a version, held or arriving. `delta`: the changed elements of a
-tensor. `version_files`: versions as files beside gRPC. `segments`: the parts of a version that the
-ranks of a trainer hold. Each service owns the tensors it holds.
+`held`: a version in memory. `service`: the RPCs that send it, or one that arrives. `delta`: the
+changed elements of a tensor. `version_files`: versions as files beside gRPC. `group_process`: the
+part of a process in groups that receive a version together. `segments`: the parts of a version that
+the ranks of a trainer hold. Each service owns the tensors it holds.
 """
 
+from forge.runtime.weights.held import HeldWeights, TensorDeltas
 from forge.runtime.weights.hold import BROKEN_KEY, ERROR_KEY, NO_HOLD, WeightHold, hold_key
 from forge.runtime.weights.manifest import (
     DEFAULT_POLICY,
@@ -30,9 +32,7 @@ from forge.runtime.weights.service import (
     FULL_NAME,
     GROUP_PARTS,
     Arriving,
-    HeldWeights,
     Part,
-    TensorDeltas,
     WeightServicer,
     delta_parts,
     parts_of,

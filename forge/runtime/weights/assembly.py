@@ -120,6 +120,13 @@ class WeightAssembly:
         for tensor in tensors:
             self._keep(tensor)
 
+    def take(self, tensors: Sequence[NamedTensor]) -> None:
+        """Add the next tensors, verified and in order. Raises `DataLoss` for others."""
+        for tensor in tensors:
+            self._expect_name(tensor.name, len(self.tensors))
+            self.wire_bytes += len(tensor.data)
+            self._keep(tensor)
+
     def refuse_deltas(self) -> None:
         """Take whole tensors from here on."""
         self.base_version, self._base = 0, {}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from forge.core.errors import DataLoss
 from forge.core.named_tensor import NamedTensor
-from forge.runtime.weights.service import HeldWeights
+from forge.runtime.weights.held import HeldWeights
 
 _BLOCK_ITEMS = 1 << 22
 _SAMPLED_RUNS, _RUN_ITEMS = 128, 128

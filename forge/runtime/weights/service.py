@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -15,6 +22,7 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc import tensors as codec
 from forge.runtime.rpc.chunks import chunked, split
 from forge.runtime.weights.bulk import BulkServer
+from forge.runtime.weights.held import HeldWeights
 from forge.runtime.weights.manifest import SLICE_BYTES
 from forge.v1.common_pb2 import TensorSlice
 from forge.v1.inference_pb2 import (
@@ -22,6 +30,8 @@ from forge.v1.inference_pb2 import (
     FetchManifestResponse,
     FetchWeightsRequest,
     FetchWeightsResponse,
+    JoinGroupRequest,
+    JoinGroupResponse,
 )
 from forge.v1.inference_pb2_grpc import WeightServiceServicer
 
@@ -35,39 +45,6 @@ _MESSAGE_BYTES = _MESSAGE_SLICES * SLICE_BYTES
 """Most data of one message that follows. A message costs as much CPU time as some MiB of data."""
 _LEAST_BULK_BYTES = 16 << 10
 """Smaller slices are cheaper in the message."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDeltas:
-    """Deltas of tensors against an earlier version."""
-
-    base_version: int = 0
-    by_name: Mapping[str, bytes] = field(default_factory=dict)
-    """Tensors without one travel whole."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldWeights:
-    """One complete version."""
-
-    tensors: Sequence[NamedTensor]
-    """In the manifest's order."""
-    manifest: bytes = b""
-    """The manifest as encoded by its trainer; b"" by a trainer of an earlier release."""
-    deltas: TensorDeltas = TensorDeltas()
-    """The deltas as they arrived."""
-    segment: range | None = None
-    """Numbers of the tensors in the manifest if these are a segment of it; None: all."""
-
-    @property
-    def first(self) -> int:
-        """Number of the first tensor in the manifest."""
-        return self.segment.start if self.segment is not None else 0
-
-    def tensor(self, number: int) -> NamedTensor | None:
-        """The tensor of a number in the manifest; None if it is not here."""
-        at = number - self.first
-        return self.tensors[at] if 0 <= at < len(self.tensors) else None
 
 
 class Part(NamedTuple):
@@ -135,15 +112,18 @@ class WeightServicer(WeightServiceServicer):
         arriving: Arriving | None = None,
         deltas: Deltas | None = None,
         bulk: BulkServer | None = None,
+        join: Callable[[int, str], Awaitable[JoinGroupResponse]] | None = None,
         sent: Callable[[int], object] = lambda sent_bytes: None,
     ) -> None:
         """`held` returns each version held; `arriving` has one that this process fetches. Without
-        `deltas` it sends those that have arrived, without `bulk` all data over gRPC. `sent`
-        observes the bytes of each message."""
+        `deltas` it sends those that have arrived, without `bulk` all data over gRPC. `join`
+        returns the place of an instance in the group of a version. `sent` observes the bytes of
+        each message."""
         self._held = held
         self._arriving = arriving
         self._deltas = deltas
         self._bulk = bulk
+        self._join = join
         self._sent = sent
 
     async def FetchManifest(  # noqa: N802 - named by the proto
@@ -177,6 +157,14 @@ class WeightServicer(WeightServiceServicer):
                 yield response
                 if stream is not None and data:
                     await stream.send(data)
+
+    async def JoinGroup(  # noqa: N802 - named by the proto
+        self, request: JoinGroupRequest, context: Any
+    ) -> JoinGroupResponse:
+        """Returns the caller's place in the group of a version. Raises `FailedPrecondition`."""
+        if self._join is None:
+            raise FailedPrecondition("no groups form here: weight_group.backend is off")
+        return await self._join(request.weight_version, request.instance_id)
 
     async def _weights(self, request: FetchWeightsRequest) -> AsyncIterator[Message]:
         version = request.weight_version

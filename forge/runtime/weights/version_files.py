@@ -107,6 +107,10 @@ class VersionFiles:
         with suppress(OSError):
             unfinished.path.unlink()
 
+    def descriptor(self, version: int) -> int:
+        """Return a further descriptor of the file of a written version; the caller closes it."""
+        return os.dup(self._written[version][1])
+
     def keep(self, versions: Collection[int]) -> None:
         """Remove all other versions; processes that have mapped one keep its data."""
         for version in self._written.keys() - set(versions):
@@ -188,13 +192,18 @@ def read_version(
         os.close(opened)
     tensors = []
     for entry, start in zip(entries, starts, strict=True):
-        part = data[start : start + entry.size_bytes]
-        if slice_digests(slices_of(part)) != entry.digests:
-            raise DataLoss(f"{path}: {entry.name} is damaged: not the announced digests")
-        tensors.append(
-            NamedTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=part)
-        )
+        try:
+            tensors.append(verified_tensor(entry, data[start : start + entry.size_bytes]))
+        except DataLoss as error:
+            raise DataLoss(f"{path}: {error}") from None
     return tensors
+
+
+def verified_tensor(entry: TensorEntry, data: memoryview) -> NamedTensor:
+    """Return the tensor of an entry with this data. Raises `DataLoss` for other data."""
+    if slice_digests(slices_of(data)) != entry.digests:
+        raise DataLoss(f"{entry.name} is damaged: not the announced digests")
+    return NamedTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=data)
 
 
 def _require_own(path: Path, found: os.stat_result, size_bytes: int) -> None:

@@ -47,9 +47,15 @@ WIRE_BYTES = counter(
 )
 VERSIONS = counter(
     "forge_inference_weight_versions_total",
-    "Complete versions received, by way: bulk (bytes over TCP), grpc, memory (shared by the "
-    "processes of a host) or directory.",
+    "Complete versions received, by way: bulk (bytes over TCP), grpc, group (a broadcast of "
+    "torch.distributed), memory (shared by the processes of a host) or directory.",
     ["way"],
+)
+GROUP_FALLBACKS = counter(
+    "forge_inference_weight_group_fallbacks_total",
+    "Versions of which the worker fetched tensors although a group received them, by reason: "
+    "not_ready (its process for groups), refused (late, or no group formed), failed, damaged.",
+    ["reason"],
 )
 WEIGHT_FILES_REFUSED = counter(
     "forge_inference_weight_files_refused_total",

@@ -1,7 +1,8 @@
 """Copies of published versions in files, which workers of this host or directory read.
 
-Owns the copies in shared memory, while a worker of this host and user is in discovery, and in the
-directory of the setting `weights_dir`. Without room workers fetch a version by gRPC alone.
+Owns the copies in shared memory, while a worker of this host and user is in discovery or groups
+receive versions, and in the directory of the setting `weights_dir`. Without room workers fetch a
+version by gRPC alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from forge.core.errors import ResourceExhausted
 from forge.core.named_tensor import NamedTensor
@@ -40,12 +42,23 @@ class Rest:
     """Bytes of all tensors of the version."""
 
 
+class Groups(Protocol):
+    """Sends versions to groups of workers (`groups`)."""
+
+    way: str
+    """Of announcements."""
+
+    def offer(self, version: int, file: int) -> None:
+        """Take a descriptor of the file with all tensors of a version, and close it later."""
+
+
 class LocalCopies:
     """The copies of the versions that this trainer sends."""
 
-    def __init__(self, *, workers: Workers, directory: str) -> None:
+    def __init__(self, *, workers: Workers, directory: str, groups: Groups | None = None) -> None:
         """`workers` returns the workers in discovery; `directory`: the setting `weights_dir`."""
         self._workers = workers
+        self._groups = groups
         self._place = host_memory.place()
         self._memory = VersionFiles(host_memory.DIRECTORY, mapped=True)
         self._directory = VersionFiles(Path(directory), mapped=False) if directory else None
@@ -68,11 +81,14 @@ class LocalCopies:
                 ways.append(DIRECTORY_WAY)
         # Ranks of another host do not see this one's memory.
         here = rest is None or all(place == self._place for place in rest.places)
-        if here and await self._has_neighbours():
+        if here and (self._groups is not None or await self._has_neighbours()):
             shared = await _written("memory", self._memory, version, manifest, tensors, rest)
             if shared is not None:
                 ways.append(self._place)
                 tensors = shared
+                if self._groups is not None:
+                    ways.append(self._groups.way)
+                    self._groups.offer(version, self._memory.descriptor(version))
         return tensors, tuple(ways)
 
     def keep(self, versions: Collection[int]) -> None:

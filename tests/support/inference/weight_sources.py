@@ -22,6 +22,7 @@ from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.serving_groups import starting_in
 from forge.runtime.settings.bulk_settings import BulkSettings
+from forge.runtime.settings.weight_group_settings import WeightGroupSettings
 from forge.runtime.weights import (
     FULL_NAME,
     HeldWeights,
@@ -214,6 +215,7 @@ class Worker:
             probe_exact_error=0.0,
             lease_ttl_s=10,
             bulk=bulk or BulkSettings(),
+            weight_group=WeightGroupSettings(),
         )
         self.security = security
         self.announced: list[dict[str, str]] = []

@@ -33,6 +33,7 @@ from services.inference.worker.metrics import (
     VERSIONS,
     WIRE_BYTES,
 )
+from services.inference.worker.weights.group import GroupMember
 from services.inference.worker.weights.local_weights import LocalWeights
 from services.inference.worker.weights.relay import WeightRelay
 from services.inference.worker.weights.sources import WeightSources
@@ -56,19 +57,21 @@ class WeightFetch:
         client: WeightClient,
         relay: WeightRelay,
         local: LocalWeights | None,
+        group: GroupMember | None = None,
         served: Mapping[int, HeldWeights],
         is_overtaken: Callable[[], bool],
     ) -> None:
-        """`local`: files that may have the version. `served`: the version in service, the base of
-        deltas. `is_overtaken`: newer weights are announced; then it ends at a source without
-        data."""
+        """`local`: files that may have the version; `group`: receives it with others. `served`: the
+        version in service, the base of deltas. `is_overtaken`: newer weights are announced; then it
+        ends at a source without data."""
         self.announced = announced
         self.probe: WeightProbe | None = announced.probe
         """Known once the manifest is here."""
         self.source = ""
         """Address of the source that sent the last data."""
         self.way = "grpc"
-        """`memory` or `directory` if a file had the version, `bulk` if TCP sent data of it."""
+        """`memory` or `directory` if a file had the version, `group` if a group received it, `bulk`
+        if TCP sent data of it."""
         self.wire_bytes = 0
         """Data that was sent for the complete version."""
         self._kept = False
@@ -79,6 +82,8 @@ class WeightFetch:
         self._client = client
         self._relay = relay
         self._local = local
+        self._group = group
+        self._in_group = False
         self._served = served
         self._is_overtaken = is_overtaken
         self._encoded = b""
@@ -104,8 +109,9 @@ class WeightFetch:
         self._kept = True
 
     def interrupt(self) -> None:
-        """Give way to newer weights unless it is kept. Raises `Interrupted`."""
-        if not self._kept:
+        """Give way to newer weights unless it is kept, or a group receives it: each member would
+        lose it. Raises `Interrupted`."""
+        if not self._kept and not self._in_group:
             self._interrupted = True
             raise Interrupted(f"version {self.announced.weight_version} is overtaken")
 
@@ -133,6 +139,7 @@ class WeightFetch:
             try:
                 assembly = await self._begun(address)
                 await self._read_file(assembly)
+                await self._receive_in_group(assembly)
                 if not assembly.complete:
                     await self._receive_from(assembly, address)
                 if self._manifest is None:
@@ -211,6 +218,18 @@ class WeightFetch:
             tensors, self.way = found
             assembly.adopt(tensors)
             self._relay.progress()
+
+    async def _receive_in_group(self, assembly: WeightAssembly) -> None:
+        """Receive the version with other workers, if a group forms; once."""
+        group, self._group = self._group, None
+        if group is None or assembly.received_bytes or assembly.complete:
+            return
+        self._in_group = True
+        try:
+            if await group.receive(self.announced, self.entries, assembly, self._relay.progress):
+                self.way = "group"
+        finally:
+            self._in_group = False
 
     async def _receive_from(self, assembly: WeightAssembly, address: str) -> None:
         """Fetch the missing bytes; from the trainer, each segment from its rank."""

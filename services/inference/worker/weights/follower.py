@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 
 from forge.core.errors import DataLoss, ForgeError
 from forge.runtime.concurrency.backoff import Backoff
@@ -46,6 +46,7 @@ from services.inference.worker.metrics import (
 )
 from services.inference.worker.weights.arrival import Arrival
 from services.inference.worker.weights.fetch import Interrupted, WeightFetch
+from services.inference.worker.weights.group import group_member
 from services.inference.worker.weights.local_weights import LocalWeights
 from services.inference.worker.weights.relay import WeightRelay
 from services.inference.worker.weights.sources import WeightSources
@@ -74,6 +75,7 @@ class WeightFollower:
         self._local = LocalWeights(directory=context.config.weights_dir)
         # The trainer uses the memory of its host while a worker names it.
         context.metadata[MEMORY_KEY] = self._local.place
+        self._group = group_member(context)
         self.relay = WeightRelay()
         """The version during its fetch."""
         self._newest: WeightAnnouncement | None = None
@@ -89,7 +91,7 @@ class WeightFollower:
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
+        async with self._group or nullcontext(), asyncio.TaskGroup() as tasks:
             tasks.create_task(self._entry.run())
             tasks.create_task(self._listen())
             tasks.create_task(self._listen_for_holds())
@@ -258,6 +260,7 @@ class WeightFollower:
         if self._fetch is None or self._fetch.announced != announced:
             self._fetch = WeightFetch(
                 announced,
+                group=self._group,
                 sources=self._sources,
                 client=self._client,
                 relay=self.relay,

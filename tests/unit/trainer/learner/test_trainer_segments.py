@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from mmap import mmap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prometheus_client import REGISTRY
@@ -25,7 +28,7 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from forge.runtime.weights.delta import DeltaEncoder
-from forge.runtime.weights.version_files import read_version
+from forge.runtime.weights.version_files import read_version, starts_of
 from forge.v1 import inference_pb2_grpc as rpc
 from services.trainer.actors.steering import Promote, RollBack
 from services.trainer.learner import segment_orders, segment_server
@@ -179,6 +182,34 @@ async def test_ranks_write_one_file_together(
         assert {type(memoryview(one.data).obj) for one in server._held[1].tensors} == {mmap}
     copies.keep(())
     assert not any(list(one.iterdir()) for one in directories.values())
+
+
+async def test_group_receives_the_segments_of_all_ranks(
+    group: SegmentGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the file of rank 0's host; ranks that see other memory form no group."""
+    monkeypatch.setattr(host_memory, "DIRECTORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    offered: dict[int, int] = {}
+    groups = SimpleNamespace(way="group/gloo", offer=offered.__setitem__)
+    trainer = SteeredTrainer(FakeRegister(), tmp_path / "held")
+    copies = LocalCopies(workers=trainer.steering._workers, directory="", groups=cast(Any, groups))
+    publisher = Publisher(
+        trainer.register, trainer.versions, source="host:1", floor=0, copies=copies
+    )
+    await publisher.publish(group.snapshot(1, FIRST))
+    assert announced(trainer.register).ways == (host_memory.place(), "group/gloo")
+    starts = starts_of([len(data) for data in FIRST.values()])
+    sent = {
+        name: os.pread(offered[1], len(data), start)
+        for (name, data), start in zip(FIRST.items(), starts[:-1], strict=True)
+    }
+    assert sent == FIRST and os.fstat(offered[1]).st_size == starts[-1]
+    os.close(offered[1])
+    monkeypatch.setattr(copies, "_place", "another host")
+    await publisher.publish(group.snapshot(2, SECOND))
+    assert announced(trainer.register).ways == () and list(offered) == [1]
+    copies.keep(())
 
 
 async def test_rank_0_may_have_no_tensor(group: SegmentGroup, tmp_path: Path) -> None:

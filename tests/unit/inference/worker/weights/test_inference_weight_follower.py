@@ -11,6 +11,7 @@ from typing import Any, cast
 from forge.core.errors import Unavailable
 from forge.runtime.serving_groups import starting_in
 from forge.runtime.settings.bulk_settings import BulkSettings
+from forge.runtime.settings.weight_group_settings import WeightGroupSettings
 from forge.runtime.weights import hold_key
 from services.inference.worker.weights.follower import WeightFollower
 from tests.support.inference.weight_sources import SECURITY
@@ -49,6 +50,7 @@ class Context:
             probe_exact_error=0.0,
             lease_ttl_s=10,
             bulk=BulkSettings(),
+            weight_group=WeightGroupSettings(),
         )
         self.security = SECURITY
         self.metadata: dict[str, str] = {}
