@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 pytest.importorskip("structlog", reason="the packages of the services are not installed")
 
 from services.trainer.checkpoint.shards import copy_shards
+from services.trainer.checkpoint.shared_memory import SharedMemory, SpareMemory
 from services.trainer.model.host_copies import finish_copies, host_copies, host_copy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -28,12 +31,17 @@ def test_copies_are_rounded_complete_and_unchanged_by_the_next_step() -> None:
 
 
 def test_shards_of_a_checkpoint_are_pinned_and_unchanged_by_the_next_step() -> None:
-    """In their own type, bit for bit."""
+    """In their own type, bit for bit, and in the same memory at the next checkpoint."""
     torch.manual_seed(0)
     own = {"a": torch.randn(3000, 500).cuda(), "b": torch.randn(40, 60).cuda().T}
     expected = {name: one.cpu() for name, one in own.items()}
-    shards = copy_shards(own, None, copy=host_copy)
-    finish_copies(own["a"].device)
+    spare: SpareMemory = []
+    for _ in range(2):
+        memory = SharedMemory(spare)
+        shards = copy_shards(own, None, copy=partial(host_copy, empty=memory.empty))
+        finish_copies(own["a"].device)
+        del memory
+        assert len(spare) == 1
     for one in own.values():
         one.zero_()
     torch.cuda.synchronize()

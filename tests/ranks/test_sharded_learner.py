@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,6 +20,7 @@ from forge.rl.learner.batch_plan import plan_batch
 from forge.rl.learner.types import StepResult
 from forge.rl.parallel.state_memory import placed
 from services.trainer.actors.learner import DescribeRoutes, LearnerActor, Restore, TakeSnapshot
+from services.trainer.checkpoint import writer as writer_module
 from services.trainer.checkpoint.files import mapped
 from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.reading import fill_learner, master_weights, read_learner
@@ -29,6 +32,7 @@ from tests.support.rl.models import make_sample, tiny_model
 from tests.support.rl.routed import with_routes
 from tests.support.rl.worlds import credited
 from tests.support.runtime.log_lines import log_lines
+from tests.support.runtime.slow_files import slow_file
 from tests.support.trainer.learners import started_learner
 
 pytestmark = pytest.mark.timeout(900)
@@ -318,8 +322,8 @@ def test_rank_reads_the_trees_of_its_data_group_alone(model_path: Path, tmp_path
 
 
 def test_checkpoint_of_two_ranks_is_whole_or_absent(model_path: Path, tmp_path: Path) -> None:
-    """A rank that cannot write, or is killed, costs that checkpoint alone; a damaged shard costs
-    the checkpoint that has it."""
+    """A rank that cannot write, or is killed, or whose writer process is, costs that
+    checkpoint alone; a damaged shard costs the checkpoint that has it."""
     pair = learner(model_path, tmp_path, 0, ranks=2, mesh=MeshSettings(dp_shard=2))
     try:
         step(pair, 0)
@@ -339,6 +343,25 @@ def test_checkpoint_of_two_ranks_is_whole_or_absent(model_path: Path, tmp_path: 
 
         assert pair._ranks is not None
         (process,) = pair._ranks._processes
+        children = psutil.Process(process.pid).children()
+        (writer,) = (one for one in children if one.cmdline()[-1] == writer_module.__name__)
+
+        def without_writer(directory: Path) -> None:
+            file = directory / "state" / "rank-00001.safetensors"
+            file.parent.mkdir()
+            with ThreadPoolExecutor() as threads, slow_file(file) as slow:
+                writing = threads.submit(contents.write, directory)
+                slow.await_write()
+                writer.kill()
+                writing.result()
+
+        contents = pair.receive(Capture())
+        with pytest.raises(ResourceExhausted, match=r"00003: rank 1: the process .* SIGKILL"):
+            pair._checkpoints.save(
+                without_writer, step=3, weight_version=3, history=CheckpointHistory()
+            )
+        assert steps_in(tmp_path) == [1, 2]
+
         contents = pair.receive(Capture())
         process.kill()
         with pytest.raises(ResourceExhausted, match="step-00000003: rank 1 has ended"):

@@ -1,7 +1,7 @@
-"""Writes checkpoints on a thread of its own, so that training does not wait for the disk.
+"""Saves checkpoints on a thread of its own, so that training does not wait for the disk.
 
-Owns the thread alone. The learner captures the contents; `services.trainer.actors.training`
-decides when to save and which checkpoint counts.
+Owns the thread alone, which waits for the writer process. The learner captures the contents;
+`services.trainer.actors.training` decides when to save and which checkpoint counts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The files of a checkpoint: the published model, and the state that training needs to continue.
 
-Owns the files and their formats, and writes them; `services.trainer.checkpoint.reading` reads them,
+Owns the files and their formats. The writer process (`services.trainer.checkpoint.writer`) writes
+those with tensors; `services.trainer.checkpoint.reading` reads all, and
 `services.trainer.checkpoint.store` decides whether they are complete.
 
     model.safetensors, mtp.safetensors  the published tensors in their published type; with
@@ -30,15 +31,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
 from forge.core.errors import first_line
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.files.sync import sync
-from forge.runtime.weights import digest_of
-from services.trainer.checkpoint.shards import Shard, save_tensors, write_shards
+from services.trainer.checkpoint.shards import Shard, places_in_whole, save_tensors
+from services.trainer.checkpoint.shared_memory import SharedMemory
+from services.trainer.checkpoint.writer import Place, TensorFile, WrittenFile
+from services.trainer.checkpoint.writer_process import WriterProcess
 
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,17 +58,6 @@ LEARNER_PREFIX = "learner."
 """Prefix of the names in state/ of the learner's tensors."""
 _OF_OTHER_WEIGHTS = (".index.json", STATE_FILE, PUBLISHED_FILE, "adapter_config.json")
 """Files of a starting model that describe its weights: not copied beside other weights."""
-
-
-class WrittenFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that one rank has made durable."""
-
-    name: str
-    """Relative to the checkpoint."""
-    size_bytes: int
-    sha256: str
-    """Digest of the published tensors in it, in the order of publication; in state/, of the
-    file."""
 
 
 class SavingRanks(Protocol):
@@ -108,6 +99,9 @@ class Contents:
     weight_map: Mapping[str, str] = field(default_factory=dict)
     """The file of each published tensor, in order, if there are several; without draft heads."""
     others: SavingRanks | None = None
+    memory: SharedMemory = field(default_factory=SharedMemory)
+    """Memory of the tensors; `write` first copies there those that are elsewhere."""
+    writer: WriterProcess = field(default_factory=WriterProcess)
 
     def write(self, directory: Path) -> None:
         """Write a whole checkpoint, as rank 0; the other ranks write beside it.
@@ -119,8 +113,8 @@ class Contents:
         if self.others is not None:
             self.others.begin(directory)
         try:
-            files = self.write_part(directory)
-            self._write_undivided(directory)
+            files = self._write_tensors(directory, [*self._part(), *self._undivided()])
+            self._write_others(directory)
         finally:
             # The caller removes the directory after an error. No rank may write to it then.
             others = self.others.written() if self.others is not None else []
@@ -128,25 +122,40 @@ class Contents:
 
     def write_part(self, directory: Path) -> list[WrittenFile]:
         """Write the part of one rank, durably. Raises `OSError`."""
-        files = []
-        if self.model:
-            save_tensors(self.model, directory / self.model_file)
-            digest = digest_of(map(raw_bytes, self.model.values()))
-            files.append(_durable(directory, self.model_file, digest))
-        if self.shards:
-            name = f"{STATE_DIRECTORY}/rank-{self.rank:05d}.safetensors"
-            write_shards(self.shards, directory / name)
-            files.append(_durable(directory, name, file_digest(directory / name)))
+        return self._write_tensors(directory, self._part())
+
+    def _write_tensors(self, directory: Path, files: Sequence[TensorFile]) -> list[WrittenFile]:
+        written = self.writer.write(directory, files, self.memory)
         for folder in (directory, directory / STATE_DIRECTORY):
             sync(folder)
+        return written
+
+    def _part(self) -> list[TensorFile]:
+        """The files that each rank writes."""
+        files = []
+        if self.model:
+            places = self.memory.places(self.model)
+            files.append(_tensor_file(self.model_file, places, digested=places))
+        if self.shards:
+            name = f"{STATE_DIRECTORY}/rank-{self.rank:05d}.safetensors"
+            places = self.memory.places({one.name: one.data for one in self.shards})
+            files.append(_tensor_file(name, places, about=places_in_whole(self.shards)))
         return files
 
-    def _write_undivided(self, directory: Path) -> None:
-        copy_description(self.model_path, directory)
+    def _undivided(self) -> list[TensorFile]:
+        """The files that rank 0 alone writes."""
+        files = []
         if self.heads:
-            save_tensors(self.heads, directory / HEADS_FILE)
+            places = self.memory.places(self.heads)
+            # Without a file map the model has one digest, which includes the heads.
+            others = [] if self.weight_map else self.memory.places(self.model)
+            files.append(_tensor_file(HEADS_FILE, places, digested=[*others, *places]))
         if self.adapters:
-            save_tensors(self.adapters, directory / self.adapter_file)
+            files.append(_tensor_file(self.adapter_file, self.memory.places(self.adapters)))
+        return files
+
+    def _write_others(self, directory: Path) -> None:
+        copy_description(self.model_path, directory)
         _declare_type(directory / "config.json", self._dtype)
         try:
             torch.save(dict(self.learner), directory / LEARNER_FILE)
@@ -162,21 +171,20 @@ class Contents:
 
     def _describe(self, directory: Path, files: Sequence[WrittenFile]) -> None:
         """Write what describes the files of all ranks."""
-        digests = {one.name: one.sha256 for one in files if one.name.startswith(STATE_DIRECTORY)}
-        for name in (LEARNER_FILE, *([self.adapter_file] if self.adapters else [])):
-            digests[name] = file_digest(directory / name)
+        found = {one.name: one.sha256 for one in files}
+        state = {name for name in found if name.startswith(STATE_DIRECTORY)} | {self.adapter_file}
+        digests = {name: found.pop(name) for name in [*found] if name in state}
+        digests[LEARNER_FILE] = file_digest(directory / LEARNER_FILE)
         (directory / DIGESTS_FILE).write_text(json.dumps(digests), encoding="utf-8")
         about: dict[str, Any] = {"dtype": self._dtype}
         names = [*(self.weight_map or self.model), *self.heads]
         if self.weight_map:
-            about["files"] = {one.name: one.sha256 for one in files if one.name not in digests}
-            if self.heads:
-                about["files"][HEADS_FILE] = digest_of(map(raw_bytes, self.heads.values()))
-            about["digest"] = digest_of_files(about["files"])
+            about["files"] = found
+            about["digest"] = digest_of_files(found)
             index = {"metadata": {}, "weight_map": dict(self.weight_map)}
             (directory / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
         else:
-            about["digest"] = digest_of(map(raw_bytes, {**self.model, **self.heads}.values()))
+            about["digest"] = found[HEADS_FILE if self.heads else self.model_file]
         about["tensor_names"] = names
         (directory / PUBLISHED_FILE).write_text(json.dumps(about), encoding="utf-8")
 
@@ -233,9 +241,15 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def _durable(directory: Path, name: str, sha256: str) -> WrittenFile:
-    sync(directory / name)
-    return WrittenFile(name=name, size_bytes=(directory / name).stat().st_size, sha256=sha256)
+def _tensor_file(
+    name: str,
+    tensors: list[Place],
+    *,
+    about: Mapping[str, str] | None = None,
+    digested: list[Place] | None = None,
+) -> TensorFile:
+    about = {"format": "pt", **(about or {})}
+    return TensorFile(name=name, tensors=tensors, about=about, digested=digested)
 
 
 def file_digest(file: Path) -> str:

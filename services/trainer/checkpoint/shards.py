@@ -1,9 +1,9 @@
 """Tensors that ranks divide: their shards in a checkpoint, by torch.distributed.checkpoint (DCP).
 
-Owns the plan of each rank's shards, their files, and reading any range of them again. The format is
-that of DCP's HuggingFaceStorageWriter: safetensors, with the offsets of each shard in the header.
-So a world of any size reads the shards of any other, and no pickle is read. DCP's own writers are
-not used: they write, or pickle to another process, while training waits.
+Owns the plan of each rank's shards, the metadata of their files, and reading any range of them. The
+format is that of DCP's HuggingFaceStorageWriter: safetensors, with the offsets of each shard in the
+header. So a world of any size reads the shards of any other, and no pickle is read. DCP's own
+writers are not used: they write, or pickle to another process, while training waits.
 """
 
 from __future__ import annotations
@@ -114,19 +114,16 @@ class _HostCopies(StorageWriter):
         return True
 
 
-def write_shards(shards: Sequence[Shard], file: Path) -> None:
-    """Write the shards of one rank. Raises `OSError`."""
+def places_in_whole(shards: Sequence[Shard]) -> dict[str, str]:
+    """Metadata for the file of one rank's shards."""
     offsets = {one.name: {_OFFSETS: one.offsets} for one in shards}
-    tensors = {one.name: one.data for one in shards}
-    save_tensors(tensors, file, {_SHARDING: json.dumps(offsets)})
+    return {_SHARDING: json.dumps(offsets)}
 
 
-def save_tensors(
-    tensors: Mapping[str, Tensor], file: Path, about: Mapping[str, str] | None = None
-) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write a safetensors file. Raises `OSError`."""
     try:
-        save_file(dict(tensors), file, metadata={"format": "pt", **(about or {})})
+        save_file(dict(tensors), file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(0, str(error)) from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from services.trainer.checkpoint.reading import (
     read_learner,
 )
 from services.trainer.checkpoint.shards import copy_shards
+from services.trainer.checkpoint.shared_memory import SharedMemory, SpareMemory
+from services.trainer.checkpoint.writer_process import WriterProcess
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee
 from services.trainer.model.host_copies import finish_copies, host_copy
 
@@ -65,6 +68,9 @@ class ReplicaCheckpoint:
         self._published_type = published_type
         self._model_path = model_path
         self._shared = world.shape.sharded
+        self._writer = WriterProcess()
+        self._spare: SpareMemory | None = [] if learner.policy.device.type == "cuda" else None
+        """Pinned memory between two checkpoints; None: memory is not pinned, and not kept."""
         self._rank, self._ranks = (world.rank, world.shape.ranks) if self._shared else (0, 1)
         """This rank, and the number of ranks that save together."""
 
@@ -76,7 +82,8 @@ class ReplicaCheckpoint:
         return contents
 
     def _copied(self) -> Contents:
-        model, owners = self._own_part()
+        memory = SharedMemory(self._spare)
+        model, owners = self._own_part(memory)
         files = _model_files(owners, self._ranks)
         adapters = self._trainee.adapters
         learner = {**self._learner.state_dict(), _RANDOM: self._random_states()}
@@ -88,13 +95,21 @@ class ReplicaCheckpoint:
         tensors = {MASTER_PREFIX + name: one for name, one in master.items()}
         outline = _outline(learner, tensors)
         group = self._world.everyone if self._shared else None
-        shards = copy_shards(tensors, group, copy=host_copy)
+        copied = partial(host_copy, empty=memory.empty)
+        shards = copy_shards(tensors, group, copy=copied)
         # All ranks gather the adapters; rank 0 writes them whole, in PEFT's layout.
-        whole_adapters = {
-            name: whole(one.detach()).to("cpu", copy=True).contiguous()
+        gathered = {
+            name: whole(one.detach())
             for name, one in (self._trainee.master() if adapters else {}).items()
         }
-        part = Contents(model=model, model_file=files[self._rank], shards=shards, rank=self._rank)
+        part = Contents(
+            model=model,
+            model_file=files[self._rank],
+            shards=shards,
+            rank=self._rank,
+            memory=memory,
+            writer=self._writer,
+        )
         if self._rank:
             return part
         heads = self._learner.mtp.heads.named_tensors() if self._learner.mtp else {}
@@ -102,16 +117,16 @@ class ReplicaCheckpoint:
             part,
             learner={**outline, _BASE: self._trainee.base},
             model_path=self._model_path,
-            adapters=whole_adapters,
+            adapters={name: copied(one) for name, one in gathered.items()},
             adapter_file=self._trainee.adapter_file,
-            heads={name: self._published(one) for name, one in heads.items()},
+            heads={name: copied(one, self._published_type) for name, one in heads.items()},
             sidecars=self._trainee.sidecars(),
             weight_map={name: files[owner] for name, owner in owners.items()}
             if self._shared
             else {},
         )
 
-    def _own_part(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def _own_part(self, memory: SharedMemory) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Copies of the published tensors that this rank writes, and the rank that writes each:
         the one with the fewest bytes so far."""
         loads = [0] * self._ranks
@@ -121,11 +136,8 @@ class ReplicaCheckpoint:
             owners[name] = loads.index(min(loads))
             loads[owners[name]] += gathered.nbytes
             if owners[name] == self._rank:
-                own[name] = self._published(gathered)
+                own[name] = host_copy(gathered, self._published_type, empty=memory.empty)
         return own, owners
-
-    def _published(self, tensor: Tensor) -> Tensor:
-        return host_copy(tensor, self._published_type)
 
     def _random_states(self) -> list[dict[str, Tensor]]:
         own = random_state(self._learner.policy.device)

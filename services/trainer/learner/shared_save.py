@@ -1,9 +1,9 @@
 """One checkpoint that all ranks write: each its part, beside training.
 
 Owns the agreement between the ranks, through the store of their group. Rank 0 names the directory
-once it exists; each other rank writes its part on a thread, and reports its files once they are
-durable. No rank waits in a collective, so training continues. A rank that is lost meanwhile costs
-this checkpoint alone.
+once it exists; the writer process of each other rank writes its part, and a thread reports the
+files once they are durable. No rank waits in a collective, so training continues. A rank that is
+lost meanwhile costs this checkpoint alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from services.trainer.checkpoint.files import Contents, WrittenFile
+from services.trainer.checkpoint.files import Contents
+from services.trainer.checkpoint.writer import WrittenFile
 
 _LOOK_S = 0.05
 _VISIBLE_S = 120.0
@@ -76,7 +77,7 @@ class SharedSave:
 
 
 class PartWriter:
-    """Another rank's end: writes its part of each save on a thread."""
+    """Another rank's end: has its part of each save written."""
 
     def __init__(self, store: Store, *, rank: int) -> None:
         self._store = store

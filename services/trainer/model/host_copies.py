@@ -7,13 +7,16 @@ the device writes without the processor (pinned). torch keeps freed pinned memor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from forge.core.errors import first_line
 from forge.runtime.telemetry import log
+
+Allocate = Callable[[torch.Size, torch.dtype], Tensor]
+"""Returns a contiguous tensor in host memory, not initialized."""
 
 
 def host_copies(
@@ -29,13 +32,16 @@ def host_copies(
         finish_copies(device)
 
 
-def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def host_copy(
+    tensor: Tensor, dtype: torch.dtype | None = None, *, empty: Allocate | None = None
+) -> Tensor:
     """A contiguous copy in `dtype`, or in the tensor's own type; that of a device's tensor is
-    complete after `finish_copies`."""
+    complete after `finish_copies`. `empty` allocates its memory."""
+    tensor = tensor.detach()
     wanted = dtype or tensor.dtype
     if tensor.is_cuda:
-        return _from_device(tensor.detach().to(wanted))
-    return tensor.detach().to("cpu", wanted, copy=True).contiguous()
+        return (empty or _pinned)(tensor.shape, wanted).copy_(tensor.to(wanted), non_blocking=True)
+    return (empty or _pageable)(tensor.shape, wanted).copy_(tensor)
 
 
 def finish_copies(device: torch.device) -> None:
@@ -44,10 +50,13 @@ def finish_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _from_device(tensor: Tensor) -> Tensor:
+def _pageable(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     try:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
         log.warning("host_memory_not_pinned", error=first_line(error))
-        return tensor.to("cpu", copy=True).contiguous()
-    return copy.copy_(tensor, non_blocking=True)
+        return torch.empty(shape, dtype=dtype)

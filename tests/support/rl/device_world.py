@@ -27,7 +27,8 @@ from forge.rl.model.recomputation import recompute_activations
 from forge.rl.model.served_weights import ServedValues
 from forge.rl.parallel.sharding import local
 from forge.rl.parallel.world import ShardMeshes, World, whole
-from services.trainer.checkpoint.shards import copy_shards, fill, write_shards
+from services.trainer.checkpoint.files import Contents
+from services.trainer.checkpoint.shards import copy_shards, fill
 from tests.support.rl.models import tiny_model
 from tests.support.rl.worlds import samples
 
@@ -122,9 +123,10 @@ def checkpoint_error(world: World, device: torch.device) -> float:
     for one in other.values():
         local(one.data).zero_()
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "shards.safetensors"
-        write_shards(copy_shards(parameters, world.everyone), file)
-        fill({name: one.data for name, one in other.items()}, [file])
+        (Path(folder) / "state").mkdir()
+        part = Contents(model={}, shards=copy_shards(parameters, world.everyone))
+        (file,) = part.write_part(Path(folder))
+        fill({name: one.data for name, one in other.items()}, [Path(folder) / file.name])
     return max(float((whole(p) - whole(other[name])).abs().max()) for name, p in parameters.items())
 
 

@@ -19,7 +19,7 @@ from forge.cli.local_run.models.kept import read_kept
 from forge.core.errors import DataLoss, ResourceExhausted
 from forge.rl.parallel.state_memory import placed
 from forge.v1 import trainer_pb2 as pb
-from services.trainer.checkpoint.files import Contents, WrittenFile
+from services.trainer.checkpoint.files import Contents
 from services.trainer.checkpoint.history import CheckpointHistory
 from services.trainer.checkpoint.reading import (
     check_files,
@@ -31,7 +31,9 @@ from services.trainer.checkpoint.reading import (
 )
 from services.trainer.checkpoint.retention import CheckpointRetention
 from services.trainer.checkpoint.shards import Shard
+from services.trainer.checkpoint.shared_memory import SharedMemory
 from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.checkpoint.writer import WrittenFile
 from tests.support.runtime.disks import full_beyond
 
 
@@ -194,7 +196,8 @@ contents = files.Contents(
 history = CheckpointHistory([pb.StepMetrics(step=1)])
 store.save(contents.write, step=1, weight_version=1, history=history)
 history.add(pb.StepMetrics(step=2))
-owner = {"_describe": files.Contents, "rename": Path, "replace": Path}.get(point, files)
+owners = {"_part": files.Contents, "_describe": files.Contents, "rename": Path, "replace": Path}
+owner = owners.get(point, files)
 assert hasattr(owner, point)
 setattr(owner, point, lambda *_: os.kill(os.getpid(), 9))
 store.save(contents.write, step=2, weight_version=2, history=history)
@@ -202,11 +205,10 @@ store.save(contents.write, step=2, weight_version=2, history=history)
 
 
 def test_kill_9_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
-    """Before each file, between writing and fsync, before the rename, before `latest` moves: the
-    former checkpoint is valid, with its history, to which the next one's was added already."""
+    """Before the tensors, after them, before each other file, before the rename, before `latest`
+    moves: the former checkpoint is valid, with its history, to which the next one's was added."""
     points = {
-        **dict.fromkeys(("save_tensors", "write_shards", "_durable", "copy_description"), 1),
-        "_describe": 1,
+        **dict.fromkeys(("_part", "sync", "copy_description", "file_digest", "_describe"), 1),
         "rename": 1,
         "replace": 2,
     }
@@ -242,16 +244,17 @@ def test_full_disk_is_an_error_without_leftover_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("large", ["model", "shards", "learner"])
 def test_full_disk_gives_the_same_error_from_every_writer(tmp_path: Path, large: str) -> None:
-    """safetensors and torch have their own errors for a refused write."""
-    tensor = torch.zeros(1 << 16)
+    """torch has its own error for a refused write."""
+    memory = SharedMemory()  # its file does not become longer any more
+    tensor = memory.empty((1 << 16,), torch.float32).zero_()
     parts: dict[str, Any] = {
-        "model": {"w": torch.zeros(8)},
+        "model": {"w": memory.empty((8,), torch.float32).zero_()},
         "shards": [],
         "learner": {"state": {"w": torch.zeros(8)}},
     }
     whole = [Shard(name="w", offsets=(0,), data=tensor)]
     parts[large] = whole if large == "shards" else {"w": tensor}
-    contents = Contents(**parts, model_path=tmp_path)
+    contents = Contents(**parts, model_path=tmp_path, memory=memory)
     store = CheckpointStore(tmp_path / "out")
     with full_beyond(1 << 16), pytest.raises(ResourceExhausted, match="step-00000001"):
         store.save(contents.write, step=1, weight_version=1, history=CheckpointHistory())

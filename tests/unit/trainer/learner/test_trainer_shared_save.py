@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from services.trainer.checkpoint.files import WrittenFile
+from services.trainer.checkpoint.writer import WrittenFile
 from services.trainer.learner.shared_save import PartWriter, SharedSave
 
 LOOKS = 100

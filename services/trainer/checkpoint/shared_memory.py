@@ -1,0 +1,170 @@
+"""Host memory of one checkpoint, which the process that writes its files reads.
+
+Owns the memory (memfd), its mappings here, and the pinning for copies from a GPU. So a checkpoint
+is in memory once: the trainer copies tensors into it, and sends the writer process its descriptor.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forge.core.named_tensor import SAFETENSORS_DTYPES
+from forge.runtime.telemetry import log
+from services.trainer.checkpoint.writer import Place
+
+_SEGMENT_BYTES = 1 << 26
+_ALIGNED_BYTES = 64
+_HUGE_PAGE_BYTES = 1 << 21
+_DTYPES = {getattr(torch, name): short for short, name in SAFETENSORS_DTYPES.items()}
+_PORTABLE = 1
+"""cudaHostRegisterPortable."""
+
+
+class SharedMemory:
+    """Memory that grows with each tensor; a page takes memory once something is written to it.
+
+    The tensors are valid as long as this object exists.
+    """
+
+    def __init__(self, spare: SpareMemory | None = None) -> None:
+        """With `spare` the memory is pinned, and kept there afterwards: to pin takes longer than to
+        copy."""
+        if spare is None:
+            self._segments = _Segments(pinned=False)
+        else:
+            self._segments = spare.pop() if spare else _Segments(pinned=True)
+            weakref.finalize(self, _keep, self._segments, spare)
+        self._offsets: dict[int, int] = {}
+
+    @property
+    def descriptor(self) -> int:
+        """The file of the memory."""
+        return self._segments.descriptor
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new contiguous tensor in this memory, not initialized. Raises `OSError`."""
+        size_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if not size_bytes:
+            return torch.empty(shape, dtype=dtype)
+        offset, data = self._segments.take(size_bytes)
+        self._offsets[data.data_ptr()] = offset
+        return data.view(dtype).view(shape)
+
+    def places(self, tensors: Mapping[str, Tensor]) -> list[Place]:
+        """Where tensors are, by name. A tensor that is elsewhere is first copied into this memory.
+        Raises `OSError`."""
+        return [self._place(name, tensor) for name, tensor in tensors.items()]
+
+    def _place(self, name: str, tensor: Tensor) -> Place:
+        offset = self._offsets.get(tensor.data_ptr(), -1) if tensor.nbytes else 0
+        if offset < 0 or not tensor.is_contiguous():
+            copy = self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            offset = self._offsets[copy.data_ptr()]
+        return Place(
+            name=name,
+            dtype=_DTYPES[tensor.dtype],
+            shape=tuple(tensor.shape),
+            offset=offset,
+            size_bytes=tensor.nbytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    offset: int
+    """Place in the file."""
+    data: Tensor
+
+
+class _Segments:
+    """A file in memory and its mappings: one for each segment by which the file has grown. A large
+    tensor has a segment of its own."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.descriptor = _memory_file()
+        self._pinned = pinned
+        self._size_bytes = 0
+        self._all: list[_Segment] = []
+        self._free: dict[int, list[_Segment]] = {}
+        """Mapped before, by their bytes."""
+        self._current: _Segment | None = None
+        self._used_bytes = 0
+        """Of the current segment."""
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def take(self, size_bytes: int) -> tuple[int, Tensor]:
+        """The next bytes, and their offset in the file."""
+        if size_bytes > _SEGMENT_BYTES // 4:
+            segment = self._segment(_rounded(size_bytes, _HUGE_PAGE_BYTES))
+            return segment.offset, segment.data[:size_bytes]
+        if self._current is None or self._used_bytes + size_bytes > _SEGMENT_BYTES:
+            self._current, self._used_bytes = self._segment(_SEGMENT_BYTES), 0
+        begin, self._used_bytes = (
+            self._used_bytes,
+            self._used_bytes + _rounded(size_bytes, _ALIGNED_BYTES),
+        )
+        return self._current.offset + begin, self._current.data[begin : begin + size_bytes]
+
+    def _segment(self, size_bytes: int) -> _Segment:
+        if free := self._free.get(size_bytes):
+            return free.pop()
+        offset, self._size_bytes = self._size_bytes, self._size_bytes + size_bytes
+        os.ftruncate(self.descriptor, self._size_bytes)
+        mapping = mmap.mmap(self.descriptor, size_bytes, offset=offset)
+        with suppress(OSError, AttributeError):  # of other systems
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        data = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._pinned = self._pinned and _pin(data, self)
+        self._all.append(_Segment(offset, data))
+        return self._all[-1]
+
+    def begin_again(self) -> None:
+        """Use the memory for other tensors."""
+        self._current, self._free = None, {}
+        for one in self._all:
+            self._free.setdefault(one.data.nbytes, []).append(one)
+
+
+SpareMemory = list[_Segments]
+"""Pinned memory between two checkpoints: of one at most."""
+
+
+def _rounded(size_bytes: int, multiple: int) -> int:
+    return -(-size_bytes // multiple) * multiple
+
+
+def _keep(segments: _Segments, spare: SpareMemory) -> None:
+    if not spare:
+        segments.begin_again()
+        spare.append(segments)
+
+
+def _memory_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("forge-checkpoint", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # other systems than Linux
+        return os.dup(file.fileno())
+
+
+def _pin(segment: Tensor, owner: _Segments) -> bool:
+    """Let a GPU write into a segment by itself. Without it copies take longer."""
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cuda.cudaHostRegister(segment.data_ptr(), segment.nbytes, _PORTABLE))
+    if error:
+        log.warning("host_memory_not_pinned", error=f"cudaHostRegister: error {error}")
+        # The next kernel would report this error as its own.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        return False
+    end = weakref.finalize(owner, cuda.cudaHostUnregister, segment.data_ptr())
+    end.atexit = False  # CUDA may have ended
+    return True
