@@ -37,7 +37,7 @@ def test_shards_of_a_checkpoint_are_pinned_and_unchanged_by_the_next_step() -> N
     expected = {name: one.cpu() for name, one in own.items()}
     spare: SpareMemory = []
     for _ in range(2):
-        memory = SharedMemory(spare)
+        memory = SharedMemory(spare, pinned=True)
         shards = copy_shards(own, None, copy=partial(host_copy, empty=memory.empty))
         finish_copies(own["a"].device)
         del memory

@@ -1,7 +1,8 @@
 """Host memory of one checkpoint, which the process that writes its files reads.
 
-Owns the memory (memfd), its mappings here, and the pinning for copies from a GPU. So a checkpoint
-is in memory once: the trainer copies tensors into it, and sends the writer process its descriptor.
+Owns the memory (memfd), its mappings here, its reuse, and the pinning for copies from a GPU. So a
+checkpoint is in memory once: the trainer copies tensors into it, and sends the writer process its
+descriptor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from services.trainer.checkpoint.writer import Place
 
 _SEGMENT_BYTES = 1 << 26
 _ALIGNED_BYTES = 64
-_HUGE_PAGE_BYTES = 1 << 21
 _DTYPES = {getattr(torch, name): short for short, name in SAFETENSORS_DTYPES.items()}
 _PORTABLE = 1
 """cudaHostRegisterPortable."""
@@ -35,13 +35,11 @@ class SharedMemory:
     The tensors are valid as long as this object exists.
     """
 
-    def __init__(self, spare: SpareMemory | None = None) -> None:
-        """With `spare` the memory is pinned, and kept there afterwards: to pin takes longer than to
-        copy."""
-        if spare is None:
-            self._segments = _Segments(pinned=False)
-        else:
-            self._segments = spare.pop() if spare else _Segments(pinned=True)
+    def __init__(self, spare: SpareMemory | None = None, *, pinned: bool = False) -> None:
+        """The memory is from `spare`, if there is some, and kept there afterwards: to allocate or
+        pin pages takes longer than to copy."""
+        self._segments = spare.pop() if spare else _Segments(pinned=pinned)
+        if spare is not None:
             weakref.finalize(self, _keep, self._segments, spare)
         self._offsets: dict[int, int] = {}
 
@@ -92,7 +90,6 @@ class _Segments:
     def __init__(self, *, pinned: bool) -> None:
         self.descriptor = _memory_file()
         self._pinned = pinned
-        self._size_bytes = 0
         self._all: list[_Segment] = []
         self._free: dict[int, list[_Segment]] = {}
         """Mapped before, by their bytes."""
@@ -104,24 +101,20 @@ class _Segments:
     def take(self, size_bytes: int) -> tuple[int, Tensor]:
         """The next bytes, and their offset in the file."""
         if size_bytes > _SEGMENT_BYTES // 4:
-            segment = self._segment(_rounded(size_bytes, _HUGE_PAGE_BYTES))
+            segment = self._segment(_rounded(size_bytes, mmap.ALLOCATIONGRANULARITY))
             return segment.offset, segment.data[:size_bytes]
         if self._current is None or self._used_bytes + size_bytes > _SEGMENT_BYTES:
             self._current, self._used_bytes = self._segment(_SEGMENT_BYTES), 0
-        begin, self._used_bytes = (
-            self._used_bytes,
-            self._used_bytes + _rounded(size_bytes, _ALIGNED_BYTES),
-        )
+        begin = self._used_bytes
+        self._used_bytes += _rounded(size_bytes, _ALIGNED_BYTES)
         return self._current.offset + begin, self._current.data[begin : begin + size_bytes]
 
     def _segment(self, size_bytes: int) -> _Segment:
         if free := self._free.get(size_bytes):
             return free.pop()
-        offset, self._size_bytes = self._size_bytes, self._size_bytes + size_bytes
-        os.ftruncate(self.descriptor, self._size_bytes)
+        offset = sum(one.data.nbytes for one in self._all)
+        os.ftruncate(self.descriptor, offset + size_bytes)
         mapping = mmap.mmap(self.descriptor, size_bytes, offset=offset)
-        with suppress(OSError, AttributeError):  # of other systems
-            mapping.madvise(mmap.MADV_HUGEPAGE)
         data = torch.frombuffer(mapping, dtype=torch.uint8)
         self._pinned = self._pinned and _pin(data, self)
         self._all.append(_Segment(offset, data))
@@ -135,7 +128,7 @@ class _Segments:
 
 
 SpareMemory = list[_Segments]
-"""Pinned memory between two checkpoints: of one at most."""
+"""Memory between two checkpoints: of one at most."""
 
 
 def _rounded(size_bytes: int, multiple: int) -> int:

@@ -69,8 +69,7 @@ class ReplicaCheckpoint:
         self._model_path = model_path
         self._shared = world.shape.sharded
         self._writer = WriterProcess()
-        self._spare: SpareMemory | None = [] if learner.policy.device.type == "cuda" else None
-        """Pinned memory between two checkpoints; None: memory is not pinned, and not kept."""
+        self._spare: SpareMemory = []
         self._rank, self._ranks = (world.rank, world.shape.ranks) if self._shared else (0, 1)
         """This rank, and the number of ranks that save together."""
 
@@ -82,7 +81,7 @@ class ReplicaCheckpoint:
         return contents
 
     def _copied(self) -> Contents:
-        memory = SharedMemory(self._spare)
+        memory = SharedMemory(self._spare, pinned=self._learner.policy.device.type == "cuda")
         model, owners = self._own_part(memory)
         files = _model_files(owners, self._ranks)
         adapters = self._trainee.adapters

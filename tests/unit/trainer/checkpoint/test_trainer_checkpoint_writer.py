@@ -249,7 +249,7 @@ class Cuda:
         del self.registered[address]
 
 
-def test_pinned_memory_is_kept_for_the_next_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_kept_for_the_next_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes in the same places, of one checkpoint at most; no page is pinned again."""
     cuda = Cuda(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
@@ -261,16 +261,16 @@ def test_pinned_memory_is_kept_for_the_next_checkpoint(monkeypatch: pytest.Monke
         assert len({one.data_ptr() for one in tensors.values() if one.numel()}) == 5
         return sorted(one.offset for one in memory.places(tensors))
 
-    first = SharedMemory(spare)
+    first = SharedMemory(spare, pinned=True)
     expected = places(first)
     pinned = dict(cuda.registered)
     assert sum(pinned.values()) == os.fstat(first.descriptor).st_size
-    second = SharedMemory(spare)  # two checkpoints at once
+    second = SharedMemory(spare, pinned=True)  # two checkpoints at once
     assert places(second) == expected
     assert len(cuda.registered) == 2 * len(pinned)
     del first, second
     assert cuda.registered == pinned
-    again = SharedMemory(spare)
+    again = SharedMemory(spare, pinned=True)
     assert places(again) == expected and cuda.registered == pinned
     del again
     spare.clear()
@@ -288,7 +288,7 @@ def test_memory_that_cannot_be_pinned_is_used_without(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch, "zeros", kernel)
-    memory = SharedMemory([])
+    memory = SharedMemory([], pinned=True)
     for size in (2, 1 << 25):
         assert memory.empty((size,), torch.float32).fill_(3)[-1] == 3.0
     del memory
