@@ -187,7 +187,7 @@ def test_error_of_the_file_system_keeps_its_number(tmp_path: Path, obstacle: str
 
 def test_checkpoint_is_in_memory_once(model_path: Path, tmp_path: Path) -> None:
     """All tensors of a captured state are in the shared memory, of which the writer process maps
-    nothing; the write takes no more of it."""
+    nothing; neither the write nor the next checkpoint takes more of it."""
     actor = started_learner(model_path, tmp_path, publish_dtype="bfloat16")
     take_step(actor)
     contents: Contents = actor.receive(Capture())
@@ -197,7 +197,13 @@ def test_checkpoint_is_in_memory_once(model_path: Path, tmp_path: Path) -> None:
     assert {field.name for field in fields(contents)} >= {"model", "shards", "adapters", "heads"}
     contents.write(tmp_path)
     assert os.fstat(contents.memory.descriptor).st_blocks == used
-    process = psutil.Process(contents.writer.pid)
+    file, writer = os.fstat(contents.memory.descriptor).st_ino, contents.writer.pid
+    del contents, tensors
+    again: Contents = actor.receive(Capture())
+    again.write(tmp_path)
+    assert os.fstat(again.memory.descriptor).st_blocks == used
+    assert (os.fstat(again.memory.descriptor).st_ino, again.writer.pid) == (file, writer)
+    process = psutil.Process(writer)
     assert not [one.path for one in process.memory_maps() if "forge-checkpoint" in one.path]
     assert not [one.path for one in process.memory_maps() if "torch" in one.path]
 
