@@ -143,11 +143,15 @@ class CommitActor(Actor):
         tombstone = partial(GroupStateChange, state=state, reason=request.reason)
         await self._shards.set_states(_changes(groups, tombstone))
         task_ids = tuple(chain.from_iterable(groups.values()))
-        await self._queue.ask(
+        kept: dict[str, list[GroupStateChange]] = await self._queue.ask(
             DropGroups(task_ids=task_ids, reason=request.reason, stored=True), timeout_s=ASK_S
         )
-        log.info("groups_dropped", groups=len(task_ids), reason=request.reason)
-        return len(task_ids)
+        if kept:
+            # A batch took them during the write: no commit of it can come before this one ends.
+            await self._shards.set_states(kept)
+        dropped = len(task_ids) - sum(map(len, kept.values()))
+        log.info("groups_dropped", groups=dropped, reason=request.reason)
+        return dropped
 
     async def _recall(self, step: int) -> None:
         """Read groups that were trained after a step and are not in memory back into the queue."""

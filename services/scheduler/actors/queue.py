@@ -10,13 +10,15 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, ClassVar
 
 from forge.core.errors import ActorStopped, MailboxFull, NotFound, Unavailable
+from forge.core.queue.groups import Phase
 from forge.runtime.actors.actor import Actor
 from forge.runtime.telemetry import log
+from forge.v1 import common_pb2
 from forge.v1.scheduler_pb2 import GetSchedulerStatusResponse
 from services.scheduler import metrics
 from services.scheduler.listening_clock import ListeningClock
@@ -83,6 +85,11 @@ from services.scheduler.state.term_state import TermState
 
 STALL_LOG_S = 300.0
 """Between two warnings of a stall with the same cause."""
+_KEPT = {
+    Phase.BATCHED: common_pb2.GROUP_STATE_PENDING,
+    Phase.EVALUATED: common_pb2.GROUP_STATE_EVALUATED,
+}
+"""In the pool, of groups that an operator can no longer drop."""
 MAX_TICK_S = 1.0
 """Longest time between two ticks, and so the age of the gauges."""
 
@@ -216,6 +223,7 @@ class QueueActor(Actor):
             case DropGroups(task_ids=ids, reason=reason):
                 state.watch.dropping(ids)
                 state.queue.rollouts.drop(ids, reason=reason)
+                return self._kept(ids)
             case NoteErased(task_ids=ids):
                 return state.erased.note(ids)
             case _:
@@ -270,6 +278,16 @@ class QueueActor(Actor):
             case _:
                 raise NotImplementedError(f"the queue handles no {type(message).__name__}")
         return None
+
+    def _kept(self, task_ids: Iterable[str]) -> dict[str, list[GroupStateChange]]:
+        """The states of groups that were not dropped, since they are in a batch or evaluated by
+        now, by pool shard."""
+        kept: defaultdict[str, list[GroupStateChange]] = defaultdict(list)
+        for group in map(self._state.queue.ledger.group, task_ids):
+            if (state := _KEPT.get(group.phase)) is not None:
+                change = GroupStateChange(task_id=group.spec.task_id, state=state)
+                kept[group.spec.shard].append(change)
+        return kept
 
     def _is_draining(self, ask: LeaseRollouts) -> bool:
         return self._state.draining.holds(ask.runner_id, ask.start_id)

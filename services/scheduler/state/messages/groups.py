@@ -111,7 +111,8 @@ class ViewGroups:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropGroups:
     """Tombstones groups: to commits, answered by their number; to the queue, by their task ids and
-    pool shards, and with `stored`, once the pool has their states."""
+    pool shards; with `stored`, once the pool has their states, by the states of those that cannot
+    be dropped by now."""
 
     task_ids: Sequence[str] = ()
     domain: str = ""
