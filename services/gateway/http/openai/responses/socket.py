@@ -54,8 +54,9 @@ class ClientEvent(ResponsesRequest, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Warm:
-    """The request of a response without output."""
+    """The request of a response without output; its bytes count as those of a body."""
 
+    session: str
     previous_response_id: str | None
     input: bytes
     known: frozenset[str]
@@ -90,6 +91,7 @@ class ResponsesSocket:
                 if not await self._answer(message, reading):
                     break
         finally:
+            self._keep(None)
             reading.cancel()
             await asyncio.wait({reading})
         binary = message.type is WSMsgType.BINARY
@@ -134,7 +136,8 @@ class ResponsesSocket:
 
     async def _relay(self, claims: Claims, api: ExternalApi, raw: bytes) -> None:
         # The API itself knows its earlier responses.
-        self._latest, self._warm = "", None
+        self._latest = ""
+        self._keep(None)
         await relay_response(
             self._edge,
             api,
@@ -150,7 +153,8 @@ class ResponsesSocket:
         _check(asked)
         known = self._continue(asked)
         # A response that fails cannot be continued.
-        self._latest, self._warm = "", None
+        self._latest = ""
+        self._keep(None)
         draft = await draft_of(asked, self._edge, claims, arrived, headers, names_all=True)
         if asked.generate is False:
             await self._warm_up(claims, asked, draft, known)
@@ -183,12 +187,24 @@ class ResponsesSocket:
                 response = await draft.response(self._edge, session, known=known)
                 # An invalid item is an error now, not in the next request.
                 len(response.request.messages)
+        previous, session_id = asked.previous_response_id, claims.trajectory_id
+        self._keep(
+            _Warm(session=session_id, previous_response_id=previous, input=given, known=known)
+        )
         events = Events(draft.head)
         for event in (*events.start(), *events.finish_without_output()):
             await self._send(event)
         self._latest = draft.head.key
-        previous = asked.previous_response_id
-        self._warm = _Warm(previous_response_id=previous, input=given, known=known)
+
+    def _keep(self, warm: _Warm | None) -> None:
+        """Replaces the kept request. Raises `ResourceExhausted` without memory for it."""
+        bodies, before = self._edge.bodies, self._warm
+        self._warm = None
+        if before is not None:
+            bodies.remove(before.session, len(before.input))
+        if warm is not None:
+            bodies.add(warm.session, len(warm.input))
+            self._warm = warm
 
     async def _generate(self, claims: Claims, draft: CheckedRequest, known: frozenset[str]) -> bool:
         """Sends the events of a response; returns False if it failed."""
