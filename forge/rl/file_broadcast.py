@@ -90,15 +90,16 @@ def broadcast(orders: Orders, file: int, order: Order) -> None:
     flags = mmap.MAP_SHARED if order.rank else mmap.MAP_PRIVATE
     data = torch.frombuffer(mmap.mmap(file, size_bytes, flags=flags), dtype=torch.uint8)
     os.close(file)
-    host = device.type == "cpu"
-    room = data if host else torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
+    # On another device a bucket of its memory takes part in the collective.
+    direct = order.device == "cpu"
+    room = data if direct else torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
     for start in range(0, size_bytes, BUCKET_BYTES):
         part = data[start : start + BUCKET_BYTES]
-        moved = part if host else room[: len(part)]
-        if not host and not order.rank:
+        moved = part if direct else room[: len(part)]
+        if not direct and not order.rank:
             moved.copy_(part)
         dist.broadcast(moved, src=0)
-        if not host and order.rank:
+        if not direct and order.rank:
             part.copy_(moved)
         orders.answer(received_bytes=start + len(part))
     # The store of rank 0 ends after the last rank has left it.

@@ -23,7 +23,8 @@ CONTENT = os.urandom(BUCKET_BYTES + 1000)
 class Pair:
     """A sender and a receiver."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device = device
         self.sender, self.receiver = (
             GroupProcess(SETTINGS, host="127.0.0.1", device="cpu") for _ in range(2)
         )
@@ -65,6 +66,7 @@ class Pair:
             "rank": int(process is self.receiver),
             "ranks": 2,
             "size_bytes": size_bytes,
+            "device": self._device,
         }
         try:
             await process.broadcast(file, order, observe)
@@ -73,8 +75,8 @@ class Pair:
 
 
 @asynccontextmanager
-async def started_pair() -> AsyncIterator[Pair]:
-    pair = Pair()
+async def started_pair(device: str = "cpu") -> AsyncIterator[Pair]:
+    pair = Pair(device)
     for one in (pair.sender, pair.receiver):
         one.start()
     await until(lambda: pair.sender.ready and pair.receiver.ready)
@@ -83,9 +85,10 @@ async def started_pair() -> AsyncIterator[Pair]:
         await one.close()
 
 
-async def test_files_arrive_in_buckets() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"], ids=["in place", "by memory of a device"])
+async def test_files_arrive_in_buckets(device: str) -> None:
     """The same processes send one after the other; they listen on loopback alone."""
-    async with started_pair() as pair:
+    async with started_pair(device) as pair:
         for content in (CONTENT, b"small"):
             sent = asyncio.create_task(pair.send(content))
             assert await pair.receive(len(content)) == (
