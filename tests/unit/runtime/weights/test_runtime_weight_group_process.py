@@ -51,10 +51,25 @@ async def test_hung_process_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not process.started
 
 
-async def test_error_of_the_observer_ends_the_broadcast(
+async def test_broadcast_without_an_end_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A cancelled broadcast, too: the process may be in the middle of a collective."""
+    """A slow member keeps the others for `limit_s`."""
+    monkeypatch.setenv("FORGE_TEST_ENDLESS", "1")
+    file = os.open(tmp_path, os.O_RDONLY)
+    async with started("tests.support.runtime.hung_program", monkeypatch) as process:
+        process.settings = replace(SETTINGS, silence_s=600.0, limit_s=0.5)
+        await until(lambda: process.ready)
+        with pytest.raises(GroupError, match=r"not complete after 0.5 s"):
+            await process.broadcast(file, {}, nothing)
+        await until(lambda: process.ready)
+    os.close(file)
+
+
+async def test_process_of_a_cancelled_broadcast_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may be in the middle of a collective."""
     file = os.open(tmp_path, os.O_RDONLY)
     async with started("tests.support.runtime.hung_program", monkeypatch) as process:
         process.settings = replace(SETTINGS, silence_s=600.0)
