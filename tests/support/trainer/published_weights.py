@@ -69,7 +69,8 @@ class FakeRegister:
         if revision != expected_revision:
             raise StaleFence("somebody was faster")
         self.entries[key] = Entry(value=value, mod_revision=revision + 1)
-        self.announced.append((json.loads(value)["weight_version"], value))
+        if key == manifest_key():
+            self.announced.append((self.manifest["weight_version"], value))
         return revision + 1
 
     @property
