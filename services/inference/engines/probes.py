@@ -16,7 +16,7 @@ _LEFT_OUT = 8
 changes single tokens by far more than rounding does."""
 _TOLERANCE = 1e-3
 """Mean error of log-probs, in nats, above which weights are not those of the trainer."""
-_ROUNDED_TOLERANCE = 0.25
+ROUNDED_TOLERANCE = 0.25
 """The same in 16 bits, for an engine that rounds each operation. docs/benchmarks/numerics.md has
 the errors of right and of wrong weights."""
 
@@ -54,7 +54,7 @@ def check_probe(
     *,
     version: int,
     rounded: bool,
-    rounded_tolerance: float = _ROUNDED_TOLERANCE,
+    rounded_tolerance: float = ROUNDED_TOLERANCE,
     exact_tolerance: float = _TOLERANCE,
 ) -> None:
     """Compare the log-probs of all tokens but the first. `rounded`: published or served in 16 bits;

@@ -260,7 +260,10 @@ class Llm:
             await update.apply(drain=self._drain())
             self._load_s = time.monotonic() - began_s
             rounded = weights.rounded or self._rounds
-            await check_probe(self, probe, version=version, limits=self._limits, rounded=rounded)
+            tolerance = self._checkpoint.probe_tolerance if rounded else None
+            await check_probe(
+                self, probe, version=version, limits=self._limits, rounded_tolerance=tolerance
+            )
             self.version = version
         except BaseException as error:
             log.error("tensorrt_llm_update_failed", version=version, error=str(error))

@@ -23,6 +23,7 @@ from forge.core.errors import ConfigError, InvalidArgument
 from forge.core.named_tensor import SAFETENSORS_DTYPES, NamedTensor
 from services.inference.engines.arriving import Form
 from services.inference.engines.base import BrokenWeights, UnfitWeights
+from services.inference.engines.probes import ROUNDED_TOLERANCE
 from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.weights.matrix_forms import TypeAndShape
 from services.inference.engines.tensorrt_llm.weights.quantization import (
@@ -114,6 +115,11 @@ class Checkpoint:
     def rounded(self) -> bool:
         """Whether the library computes with tensors in 16 bits or fewer."""
         return bool(self.quantization) or is_rounded(self.types.values())
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Largest mean error of a probe, in nats, of a version in this form."""
+        return ROUNDED_TOLERANCE if self.scales is None else self.scales.form.probe_tolerance
 
     def fit(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Fitting:
         """Return a version without draft heads that the library does not have, and the way from the

@@ -19,6 +19,11 @@ PACKED = "uint8"
 BLOCK = 16
 """Columns of a matrix in E2M1 with one scale."""
 
+_E4M3_TOLERANCE = 0.8
+_E2M1_TOLERANCE = 1.6
+"""Above the largest error of 16 probes of SmolLM2-135M with right scales, in nats
+(docs/tensorrt_llm.md, Quantized checkpoints)."""
+
 _E4M3_LARGEST = 448.0
 _E4M3_LEAST = 2.0**-9
 _E2M1_LARGEST = 6.0
@@ -38,6 +43,10 @@ class MatrixForm(Protocol):
     @property
     def dtype(self) -> str:
         """Type of the matrix itself."""
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Largest mean error of a probe, in nats, beside the trainer's log-probs."""
 
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, TypeAndShape]:
         """Return types and shapes for a matrix of `shape`, two sizes."""
@@ -60,6 +69,11 @@ class BlockForm:
     def dtype(self) -> str:
         """See `MatrixForm`."""
         return E4M3
+
+    @property
+    def probe_tolerance(self) -> float:
+        """See `MatrixForm`."""
+        return _E4M3_TOLERANCE
 
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, TypeAndShape]:
         """See `MatrixForm`."""
@@ -99,6 +113,11 @@ class TensorForm:
         """See `MatrixForm`."""
         return E4M3
 
+    @property
+    def probe_tolerance(self) -> float:
+        """See `MatrixForm`."""
+        return _E4M3_TOLERANCE
+
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, TypeAndShape]:
         """See `MatrixForm`."""
         return {"": (E4M3, shape), "_scale": ("float32", self.scalar)}
@@ -125,6 +144,11 @@ class PackedForm:
     def dtype(self) -> str:
         """See `MatrixForm`."""
         return PACKED
+
+    @property
+    def probe_tolerance(self) -> float:
+        """See `MatrixForm`."""
+        return _E2M1_TOLERANCE
 
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, TypeAndShape]:
         """See `MatrixForm`. A matrix whose columns 16 does not divide has no such form: it gets

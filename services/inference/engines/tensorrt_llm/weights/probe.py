@@ -28,18 +28,26 @@ class Caller(Protocol):
 
 
 async def check_probe(
-    llm: Caller, probe: Probe | None, *, version: int, limits: ModelLimits, rounded: bool
+    llm: Caller,
+    probe: Probe | None,
+    *,
+    version: int,
+    limits: ModelLimits,
+    rounded_tolerance: float | None,
 ) -> None:
     """Compare the log-probs of the library's weights, which are `version`, with `probe` by the rule
     of all engines. Raises `UnfitWeights` for other log-probs, `BrokenWeights` for NaN or infinity.
-    A library without log-probs of prompts logs a warning in place of the check. `rounded`:
-    published or served in 16 bits."""
+    A library without log-probs of prompts logs a warning in place of the check.
+    `rounded_tolerance`: largest mean error, in nats, of a version that is published or served in 16
+    bits or fewer; None for any other."""
     ids, probe = probes.computed_before_a_token(probe, limits, version=version)
     found = await _logprobs(llm, ids, version) if Feature.PROBE in llm.library.features else None
     if found is None:
         log.warning("tensorrt_llm_weights_not_probed", weight_version=version)
         return
-    probes.check_probe(probe, found, version=version, rounded=rounded)
+    rounded = rounded_tolerance is not None
+    tolerance = rounded_tolerance or probes.ROUNDED_TOLERANCE
+    probes.check_probe(probe, found, version=version, rounded=rounded, rounded_tolerance=tolerance)
 
 
 async def _logprobs(llm: Caller, ids: Sequence[int], version: int) -> list[float] | None:

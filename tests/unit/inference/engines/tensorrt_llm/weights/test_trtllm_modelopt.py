@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from forge.core.named_tensor import NamedTensor
-from services.inference.engines.base import UnfitWeights
+from services.inference.engines.base import Probe, UnfitWeights
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.library.surface import Feature, surface_for
 from services.inference.engines.tensorrt_llm.weights import buckets
@@ -36,7 +36,7 @@ from tests.support.inference.modelopt_checkpoints import (
 )
 from tests.support.inference.tensorrt_llm import both, core_of, started
 from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour
-from tests.support.inference.transformers_answers import greedy_of
+from tests.support.inference.transformers_answers import greedy_of, logprobs_of
 from tests.unit.inference.engines.tensorrt_llm.weights.test_trtllm_hub_names import model_of
 
 NEW = frozenset({Feature.UPDATE_HOOKS})
@@ -108,6 +108,31 @@ async def test_update_equals_a_fresh_load(
             None, config=new.config, state_dict=restored(fresh), dtype=torch.float32
         )
         assert (await both(engine).sample(ids)).ids == greedy_of(served.eval(), ids, 16)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "right", "wrong"), [("FP8", 0.75, 0.85), ("NVFP4", 1.5, 1.7)]
+)
+async def test_probe_allows_for_what_quantization_changes(
+    behaviour: Behaviour, tmp_path: Path, algorithm: str, right: float, wrong: float
+) -> None:
+    """The trainer's own log-probs are those of weights that are not quantized."""
+    new = model("qwen3", seed=1)
+    save_quantized(tmp_path / "old", model("qwen3", seed=0), algorithm)
+    fresh = load_file(save_quantized(tmp_path / "new", new, algorithm) / "model.safetensors")
+    served = type(new).from_pretrained(
+        None, config=new.config, state_dict=restored(fresh), dtype=torch.float32
+    )
+    ids = prompt_ids(16, seed=3)
+    own = logprobs_of(served.eval(), ids[:1], ids[1:])
+
+    def beside(error: float) -> Probe:
+        return Probe(ids=tuple(ids), logprobs=tuple((own - error).tolist()))
+
+    async with started(tmp_path / "old", Role.BOTH) as engine:
+        await engine.load(published(new), version=1, probe=beside(right))
+        with pytest.raises(UnfitWeights, match="probe_error"):
+            await engine.load(published(new), version=2, probe=beside(wrong))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
