@@ -6,10 +6,12 @@ Of the options a test chooses `dtype` alone; all others are those of `_SHARED`.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from transformers import PretrainedConfig
 
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.aggregated import Aggregated
@@ -19,16 +21,15 @@ from services.inference.engines.vllm.engine import VllmEngine
 from tests.contract.engines import BLOCK_TOKENS, CONTEXT_TOKENS, Pair, save_tokenizer
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-_SHARED: dict[str, Any] = {
+_OWN: dict[str, Any] = {
     "dtype": "float32",
     "block_tokens": BLOCK_TOKENS,
-    "kv_bytes": 64 << 20,
+    "kv_bytes": 16 << 20,
     "cache_bytes": 0,
     "max_running": 4,
-    "pass_tokens": 64,
-    "context_tokens": CONTEXT_TOKENS,
     "request_timeout_s": 600.0,
 }
+_SHARED = _OWN | {"kv_bytes": 64 << 20, "pass_tokens": 64, "context_tokens": CONTEXT_TOKENS}
 _running: dict[str, tuple[VllmEngine, ActorSystem]] = {}
 """At most one: the machine's memory holds no two."""
 
@@ -59,6 +60,34 @@ async def stop() -> None:
         await engine.close()
         await system.stop()
     _running.clear()
+
+
+def own_options(model_path: Path, **changed: Any) -> EngineOptions:
+    """Options of engines that a test starts by itself."""
+    return EngineOptions(model_path=str(model_path), **(_OWN | changed))
+
+
+@asynccontextmanager
+async def started(
+    folder: Path,
+    config: PretrainedConfig,
+    *starts: Callable[[ActorSystem, EngineOptions], Awaitable[Any]],
+    **changed: Any,
+) -> AsyncIterator[list[Any]]:
+    """Engines of a test's own, one per start, of a model that is written to `folder`. The engine of
+    the contract ends before."""
+    await stop()
+    config.save_pretrained(folder)
+    save_tokenizer(folder)
+    options = own_options(folder, **changed)
+    found = []
+    async with AsyncExitStack() as stack:
+        for number, start_one in enumerate(starts):
+            system = ActorSystem(f"own-{number}")
+            stack.push_async_callback(system.stop)
+            found.append(await start_one(system, options))
+            stack.push_async_callback(found[-1].close)
+        yield found
 
 
 async def _start(model_path: Path, dtype: str) -> tuple[VllmEngine, ActorSystem]:

@@ -21,11 +21,9 @@ from structlog.testing import capture_logs
 from transformers import LlamaConfig
 
 from forge.core.errors import ConfigError, UnsupportedByEngines
-from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engine_settings import VllmSettings
 from services.inference.engines.aggregated import Aggregated
 from services.inference.engines.base import ModelLimits
-from services.inference.engines.provider import EngineOptions
 from tests.contract import engines
 from tests.contract.engines import (
     CONTEXT_TOKENS,
@@ -36,7 +34,6 @@ from tests.contract.engines import (
     is_greedy,
     prompt_ids,
     published,
-    save_tokenizer,
     with_heads,
 )
 
@@ -48,38 +45,29 @@ CONFIG = LlamaConfig(**{**engines.CONFIGS["llama"].to_dict(), "vocab_size": VOCA
 """So few tokens that three of them have a distribution that can be counted."""
 
 
-def options_for(model_path: Path, **options: Any) -> EngineOptions:
-    chosen: dict[str, Any] = {"settings": VllmSettings(draft_tokens=HEADS)} | options
-    return EngineOptions(
-        model_path=str(model_path),
-        dtype="float32",
-        block_tokens=engines.BLOCK_TOKENS,
-        kv_bytes=64 << 20,
-        cache_bytes=0,
-        max_running=64,
-        context_tokens=CONTEXT_TOKENS,
-        request_timeout_s=600.0,
-        **chosen,
-    )
+OPTIONS: dict[str, Any] = {
+    "kv_bytes": 64 << 20,
+    "max_running": 64,
+    "context_tokens": CONTEXT_TOKENS,
+    "settings": VllmSettings(draft_tokens=HEADS),
+}
 
 
 @pytest_asyncio.fixture(scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """Started once, without a compiler: nothing that vLLM runs on a CPU may need one."""
-    await import_module("tests.contract.vllm_engine").stop()
-    vllm: Any = import_module("services.inference.engines.vllm.engine")
+    vllm: Any = import_module("tests.contract.vllm_engine")
     folder = tmp_path_factory.mktemp("drafts")
-    CONFIG.save_pretrained(folder)
-    save_tokenizer(folder)
-    system = ActorSystem("drafts")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", "/bin/false")
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
-        engine = await vllm.VllmEngine.start(system, options_for(folder))
-    both = Aggregated(engine)
-    yield Pair(prefill=both, decode=both)
-    await engine.close()
-    await system.stop()
+
+    async def start(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CXX", "/bin/false")
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
+            return await vllm.VllmEngine.start(*arguments)
+
+    async with vllm.started(folder, CONFIG, start, **OPTIONS) as (engine,):
+        both = Aggregated(engine)
+        yield Pair(prefill=both, decode=both)
 
 
 async def load(pair: Pair, tensors: Any) -> None:
@@ -197,6 +185,7 @@ async def test_what_vllm_lacks_beside_drafts_is_refused(pair: Pair, tmp_path: Pa
     for temperature in (0.001, 3.0):
         with pytest.raises(UnsupportedByEngines, match=r"with drafts has 0 and 0\.01 to 2"):
             await pair.sample([1, 2], replace(SAMPLED, temperature=temperature))
+    vllm: Any = import_module("tests.contract.vllm_engine")
     arguments: Any = import_module("services.inference.engines.vllm.arguments")
     CONFIG.save_pretrained(tmp_path)
     limits = ModelLimits(context_tokens=CONTEXT_TOKENS, vocabulary=VOCABULARY)
@@ -205,11 +194,12 @@ async def test_what_vllm_lacks_beside_drafts_is_refused(pair: Pair, tmp_path: Pa
         ("both", {"speculative_config": {"method": "ngram"}}, "set by other settings"),
     ):
         with pytest.raises(ConfigError, match=message):
-            options = options_for(tmp_path, extra=extra)
+            options = vllm.own_options(tmp_path, **OPTIONS, extra=extra)
             arguments.engine_arguments(options, limits, role=role, events=None)
     # Other drafts have a schedule as those by heads do, so that none is of the token -1.
     ngram: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}
-    options = options_for(tmp_path, settings=VllmSettings(), extra={"speculative_config": ngram})
+    changed = OPTIONS | {"settings": VllmSettings(), "extra": {"speculative_config": ngram}}
+    options = vllm.own_options(tmp_path, **changed)
     chosen = arguments.engine_arguments(options, limits, role="both", events=None)
     schedule = chosen["speculative_config"]["num_speculative_tokens_per_batch_size"]
     assert schedule == [(1, options.max_running, 2)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ import pytest_asyncio
 import torch
 
 from forge.core.errors import Unavailable
-from forge.runtime.actors.actor_system import ActorSystem
-from services.inference.engines.provider import EngineOptions
 from tests.contract import engines
 from tests.contract.engines import (
     CACHED_BLOCK_TOKENS,
@@ -31,7 +30,6 @@ from tests.contract.engines import (
     prompt_ids,
     published,
     reference,
-    save_tokenizer,
 )
 
 pytestmark = pytest.mark.skipif(not engines.ON_VLLM, reason="runs by `make test-engines`")
@@ -73,12 +71,9 @@ class Files:
 @pytest_asyncio.fixture
 async def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Files]:
     """With vLLM's connector in the place of Forge's own."""
-    await import_module("tests.contract.vllm_engine").stop()
+    vllm: Any = import_module("tests.contract.vllm_engine")
     arguments: Any = import_module("services.inference.engines.vllm.arguments")
-    engine: Any = import_module("services.inference.engines.vllm.engine")
-    model, store = tmp_path / "model", tmp_path / "files"
-    engines.CONFIGS["qwen3"].save_pretrained(model)
-    save_tokenizer(model)
+    store = tmp_path / "files"
     store.mkdir()
     chosen = arguments.transfer_config
 
@@ -88,26 +83,10 @@ async def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         return own | {"kv_connector": "ExampleConnector"} | place
 
     monkeypatch.setattr(arguments, "transfer_config", by_files)
-    options = EngineOptions(
-        model_path=str(model),
-        dtype="float32",
-        block_tokens=engines.BLOCK_TOKENS,
-        kv_bytes=16 << 20,
-        cache_bytes=0,
-        max_running=4,
-        request_timeout_s=600.0,
-    )
-    systems = {role: ActorSystem(role) for role in ("prefill", "decode")}
-    found: dict[str, Any] = {}
-    try:
-        for role, system in systems.items():
-            found[role] = await engine.VllmEngine.start(system, options, role)
-        yield Files(store, found)
-    finally:
-        for one in found.values():
-            await one.close()
-        for system in systems.values():
-            await system.stop()
+    roles = ("prefill", "decode")
+    starts = [partial(vllm.VllmEngine.start, role=role) for role in roles]
+    async with vllm.started(tmp_path / "model", engines.CONFIGS["qwen3"], *starts) as found:
+        yield Files(store, dict(zip(roles, found, strict=True)))
 
 
 async def test_files_hand_over_and_know_no_weights(files: Files) -> None:

@@ -17,10 +17,8 @@ import pytest_asyncio
 import torch
 
 from forge.core.errors import NotFound, ResourceExhausted
-from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engines.base import Grammar, KvSpan, RefusedHandOff, Reweighting
 from services.inference.engines.metrics import REFUSED_HAND_OFFS
-from services.inference.engines.provider import EngineOptions
 from tests.contract import engines
 from tests.contract.engines import (
     END,
@@ -33,7 +31,6 @@ from tests.contract.engines import (
     prompt_ids,
     published,
     reference,
-    save_tokenizer,
 )
 from tests.support.runtime.waiting import until
 
@@ -48,28 +45,12 @@ LENGTHS = (1, BLOCK, BLOCK + 1, 3 * BLOCK, 150)
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines_of_both_roles(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """Started once: a start takes longer than a test."""
-    await import_module("tests.contract.vllm_engine").stop()
+    vllm: Any = import_module("tests.contract.vllm_engine")
     roles: Any = import_module("services.inference.engines.vllm.provider")
-    folder = tmp_path_factory.mktemp("handoff")
-    engines.CONFIGS["qwen3"].save_pretrained(folder)
-    save_tokenizer(folder)
-    options = EngineOptions(
-        model_path=str(folder),
-        dtype="float32",
-        block_tokens=engines.BLOCK_TOKENS,
-        kv_bytes=16 << 20,
-        cache_bytes=0,
-        max_running=4,
-        request_timeout_s=600.0,
-    )
-    systems = ActorSystem("prefill"), ActorSystem("decode")
-    prefill = await roles.start_prefill(systems[0], options)
-    decode = await roles.start_decode(systems[1], options)
-    yield Pair(prefill=prefill, decode=decode)
-    await prefill.close()
-    await decode.close()
-    for system in systems:
-        await system.stop()
+    folder, config = tmp_path_factory.mktemp("handoff"), engines.CONFIGS["qwen3"]
+    starts = roles.start_prefill, roles.start_decode
+    async with vllm.started(folder, config, *starts) as (prefill, decode):
+        yield Pair(prefill=prefill, decode=decode)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
