@@ -14,8 +14,8 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
-from forge.agents.sandbox import child_process
 from forge.agents.sandbox.child import end_group, start_turn
+from forge.runtime.concurrency import child_start
 
 # Sets the limits in the program's process and then executes the program: Python code between fork
 # and exec would be unsafe in a process with threads. The program ends with the runner.
@@ -51,7 +51,7 @@ class BareLauncher:
         environment = {**request.inherited, **request.variables, **request.certificates, **places}
         try:
             async with start_turn():
-                process = await child_process.start(
+                process = await child_start.start(
                     *(
                         sys.executable,
                         "-I",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from forge.agents.rollout import Gateway
-from forge.agents.sandbox.child_process import ChildProcess
+from forge.runtime.concurrency.child_start import ChildProcess
 
 OUTPUT_BYTES: Final = 64 << 10
 """Kept end of standard output, of standard error, and the longest answer file."""

@@ -28,11 +28,12 @@ from forge.agents.launchers.gateway_network import (
     gateway_network,
     host_names,
 )
-from forge.agents.sandbox import child_process, seccomp
+from forge.agents.sandbox import seccomp
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
 from forge.agents.sandbox.child import end_group, last_lines, start_turn
-from forge.agents.sandbox.child_process import ChildProcess
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.runtime.concurrency import child_start
+from forge.runtime.concurrency.child_start import ChildProcess
 from forge.runtime.telemetry import log
 
 _ANSWERS: Final = "/forge"
@@ -87,7 +88,7 @@ class ContainerLauncher:
         if self._settings.image and self._settings.pull == "never":
             await self._ask("image", "inspect", self._settings.image, failure="container_image")
         # It outlives the runner after SIGKILL, and removes what the runner cannot.
-        self._removal = await child_process.start(
+        self._removal = await child_start.start(
             *(sys.executable, "-I", "-S", str(Path(container_removal.__file__))),
             *(self._label, *self._engine),
             stdin=PIPE,
@@ -154,7 +155,7 @@ class ContainerLauncher:
         (directory / _PROFILE).write_text(seccomp.container_profile())
         mounts = [f"{directory}:{_CERTIFICATES}:ro"] if request.certificates else []
         async with start_turn():
-            return await child_process.start(
+            return await child_start.start(
                 *(*self._engine, "run", "--interactive", "--name", name, "--label", self._label),
                 *self._options(request, directory, mounts),
                 *(word for variable in variables for word in ("--env", variable)),
@@ -216,7 +217,7 @@ class ContainerLauncher:
     async def _ask(self, *words: str, failure: str = "") -> str:
         """Returns the output of a command of the engine. Raises `RuntimeError` with its error;
         `ConfigError` if `failure` names a setting."""
-        process = await child_process.start(
+        process = await child_start.start(
             *self._engine, *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
         output, errors = await process.communicate()

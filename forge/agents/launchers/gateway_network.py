@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from forge.agents.launchers import namespace_listeners
 from forge.agents.launchers.handover import Handover
 from forge.agents.rollout import Gateway
-from forge.agents.sandbox import child_process
 from forge.agents.sandbox.child import last_lines, start_turn
+from forge.runtime.concurrency import child_start
 
 CONNECTIONS: Final = 64
 """Open connections of one program; more are closed at once."""
@@ -75,7 +75,7 @@ async def _open(pid: int, addresses: list[Address], directory: str) -> list[int]
     words = [word for host, port in addresses for word in (names.get(host, host), str(port))]
     with Handover() as handover:
         async with start_turn():
-            process = await child_process.start(
+            process = await child_start.start(
                 *(sys.executable, "-I", "-S", str(Path(namespace_listeners.__file__))),
                 *(str(pid), directory, *words),
                 stdin=handover.theirs.fileno(),

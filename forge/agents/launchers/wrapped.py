@@ -21,14 +21,14 @@ from forge.agents.launchers import entry
 from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
 from forge.agents.launchers.gateway_network import gateway_addresses, gateway_network, hosts_file
 from forge.agents.launchers.handover import Handover
-from forge.agents.sandbox import child_process
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
 from forge.agents.sandbox.child import end_group, last_lines
-from forge.agents.sandbox.child_process import ChildProcess
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.installations import names_file
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.core.errors import ConfigError
+from forge.runtime.concurrency import child_start
+from forge.runtime.concurrency.child_start import ChildProcess
 
 _CERTIFICATES: Final = "/etc/forge-tls"
 _USERS: Final = {
@@ -109,7 +109,7 @@ class SandboxLauncher:
             command,
             descriptors,
         ):
-            process = await child_process.start(
+            process = await child_start.start(
                 *group.words,
                 *command,
                 env={**request.inherited, **request.variables, **names, **_PLACES},

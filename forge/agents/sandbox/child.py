@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from forge.agents.sandbox.child_process import ChildProcess
+from forge.runtime.concurrency.child_start import ChildProcess
 
 PASSED: Final = frozenset(
     (

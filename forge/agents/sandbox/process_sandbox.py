@@ -18,10 +18,11 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Final
 
-from forge.agents.sandbox import bubblewrap, child_process, seccomp
+from forge.agents.sandbox import bubblewrap, seccomp
 from forge.agents.sandbox.child import clean_environment, last_lines, start_turn
 from forge.agents.sandbox.installations import is_within, shown_directories, without_home
 from forge.core.errors import ConfigError, FailedPrecondition
+from forge.runtime.concurrency import child_start
 
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS: Final = ("alternatives", "ca-certificates", "hosts", "ld.so.cache", "localtime",
@@ -70,7 +71,7 @@ class ProcessSandbox:
                     raise ConfigError(f"{self.owner}_{setting}: there is no {path}")
         try:
             async with self.command(sys.executable, "-I", "-S", "-c", "") as (command, descriptors):
-                probe = await child_process.start(
+                probe = await child_start.start(
                     *command,
                     stdin=DEVNULL,
                     stdout=DEVNULL,

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from subprocess import PIPE
 from typing import Final
 
-from forge.agents.sandbox import bubblewrap, child_process, seccomp
+from forge.agents.sandbox import bubblewrap, seccomp
 from forge.agents.sandbox.bubblewrap import Bubblewrap
 from forge.agents.sandbox.child import kill_group, start_turn
-from forge.agents.sandbox.child_process import ChildProcess
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition
+from forge.runtime.concurrency import child_start
+from forge.runtime.concurrency.child_start import ChildProcess
 
 WRAPPER_BYTES: Final = 64 << 20
 """Memory of bubblewrap, and of the kernel for the sandbox, in its control group."""
@@ -172,7 +173,7 @@ class Sandbox:
         filtered = seccomp.filter_file(wrapper.system_calls) if wrapper else nullcontext(-1)
         async with start_turn():
             with filtered as system_calls:
-                return await child_process.start(
+                return await child_start.start(
                     *group.words,
                     *((*wrapper.words, "--seccomp", str(system_calls)) if wrapper else ()),
                     *(bubblewrap.interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", _PRELUDE),

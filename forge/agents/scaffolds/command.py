@@ -27,10 +27,10 @@ from forge.agents.sandbox.child import (
     killed_from_outside,
     last_lines,
 )
-from forge.agents.sandbox.child_process import ChildProcess
 from forge.agents.sandbox.installations import names_file
 from forge.client.sessions.session import AgentSession
 from forge.core.errors import ConfigError, InvalidArgument, ResourceExhausted
+from forge.runtime.concurrency.child_start import ChildProcess
 from forge.runtime.telemetry import log
 from forge.runtime.tracing import current_span
 

@@ -26,7 +26,6 @@ import msgspec
 
 from forge.agents.environments.base import Reward, Transcript
 from forge.agents.rewards import RewardTask
-from forge.agents.sandbox import child_process
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
 from forge.agents.sandbox.child import (
     OutputTail,
@@ -36,12 +35,13 @@ from forge.agents.sandbox.child import (
     killed_from_outside,
     last_lines,
 )
-from forge.agents.sandbox.child_process import ChildProcess
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.scoring.reward_worker import LENGTH_BYTES, framed
 from forge.core.errors import ConfigError, ForgeError, ResourceExhausted
+from forge.runtime.concurrency import child_start
+from forge.runtime.concurrency.child_start import ChildProcess
 from forge.runtime.telemetry import counter, histogram, log
 
 LOAD_S: Final = 120.0
@@ -321,7 +321,7 @@ class _Worker:
         )
         starting = box.command(*words) if box else nullcontext((words, ()))
         async with starting as (command, descriptors):
-            self._process = await child_process.start(
+            self._process = await child_start.start(
                 *group.words,
                 *command,
                 stdin=PIPE,

@@ -1,1 +1,1 @@
-"""Tasks, pauses and queues of asyncio code: nothing here knows a service or a wire."""
+"""Tasks, pauses, queues and children of asyncio code: nothing here knows a service or a wire."""

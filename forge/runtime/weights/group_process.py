@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -20,6 +21,8 @@ from typing import Any
 import psutil
 
 from forge.core.errors import ConfigError, Unavailable
+from forge.runtime.concurrency import child_start
+from forge.runtime.concurrency.child_start import ChildProcess
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.security.tls import is_loopback
 from forge.runtime.settings import ServiceConfig
@@ -63,7 +66,7 @@ class GroupProcess:
         self.settings = settings
         self._host = host
         self._device = device if settings.backend == "nccl" else "cpu"
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._control: socket.socket | None = None
         self._starting: asyncio.Task[None] | None = None
         self._busy = self._closed = False
@@ -142,11 +145,11 @@ class GroupProcess:
         ours.setblocking(False)
         try:
             with theirs:
-                self._process = await asyncio.create_subprocess_exec(
+                self._process = await child_start.start(
                     *(sys.executable, "-m", _PROGRAM, str(theirs.fileno())),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
                     env=_environment(self._host),
                     pass_fds=[theirs.fileno()],
                 )

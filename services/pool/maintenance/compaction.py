@@ -9,12 +9,14 @@ kill, costs the copy alone.
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from forge.core.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
+from forge.runtime.concurrency import child_start
 from forge.runtime.process.child_processes import dying_with_parent
 from forge.runtime.telemetry import log
 from forge.v1 import pool_pb2
@@ -145,11 +147,11 @@ class Compactor:
     async def _copy(self) -> None:
         command = [sys.executable, "-m", "services.pool.maintenance", "backup"]
         command += ["--purge"] if self._purge else []
-        process = await asyncio.create_subprocess_exec(
+        process = await child_start.start(
             *dying_with_parent([*command, str(self._directory), str(self._copy_directory)]),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         try:
             _, stderr = await process.communicate()

@@ -14,8 +14,8 @@ from forge.agents.launchers.bare import BareLauncher
 from forge.agents.launchers.base import Launcher, ProgramLimits, Request
 from forge.agents.launchers.wrapped import SandboxLauncher
 from forge.agents.rollout import Gateway
-from forge.agents.sandbox import child_process
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
+from forge.runtime.concurrency import child_start
 from tests.support.agents.scripted_gateway import ScriptedGateway, replay, text
 from tests.support.agents.tasks import rollout
 
@@ -55,7 +55,7 @@ async def test_the_event_loop_turns_between_two_starts(
     """No two processes start in one turn, and no file system is looked up on the loop's thread."""
     launcher = await launcher_of(kind)
     turns, started_at, threads = Turns(), list[int](), set[int]()
-    start, mounts = child_process.start, ProcessSandbox._mounts
+    start, mounts = child_start.start, ProcessSandbox._mounts
 
     async def counted(*words: Any, **options: Any) -> Any:
         started_at.append(turns.count)
@@ -65,7 +65,7 @@ async def test_the_event_loop_turns_between_two_starts(
         threads.add(threading.get_ident())
         return mounts(self, contents)
 
-    monkeypatch.setattr(child_process, "start", counted)
+    monkeypatch.setattr(child_start, "start", counted)
     monkeypatch.setattr(ProcessSandbox, "_mounts", observed)
     async with ScriptedGateway(replay(text("4"))) as scripted:
         asked = request(rollout(scripted).gateway)

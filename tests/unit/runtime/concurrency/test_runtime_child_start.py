@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from forge.agents.sandbox import child_process
+from forge.runtime.concurrency import child_start
 from tests.support.runtime.waiting import until
 
 ECHO = "import sys; sys.stdout.write(sys.stdin.read()); sys.stderr.write('error')"
@@ -33,7 +33,7 @@ def observed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("observed")
 async def test_program_reads_and_writes_more_than_a_pipe_holds() -> None:
     """Its input ends when the writer closes; the exit code is that of the program."""
-    child = await child_process.start(sys.executable, "-c", ECHO, stdin=PIPE, stdout=PIPE,
+    child = await child_start.start(sys.executable, "-c", ECHO, stdin=PIPE, stdout=PIPE,
                                       stderr=PIPE)  # fmt: skip
     assert child.stdin is not None and child.returncode is None
 
@@ -50,7 +50,7 @@ async def test_program_reads_and_writes_more_than_a_pipe_holds() -> None:
 @pytest.mark.usefixtures("observed")
 async def test_end_by_a_signal_is_negative() -> None:
     """Also if nobody waits; a kill of an ended one changes nothing."""
-    child = await child_process.start("sleep", "60", start_new_session=True)
+    child = await child_start.start("sleep", "60", start_new_session=True)
     assert os.getpgid(child.pid) == child.pid
     child.kill()
     await until(lambda: child.returncode is not None)
@@ -61,7 +61,7 @@ async def test_end_by_a_signal_is_negative() -> None:
 async def test_absent_program_is_an_error() -> None:
     """As of `subprocess`."""
     with pytest.raises(FileNotFoundError):
-        await child_process.start("no-such-program")
+        await child_start.start("no-such-program")
 
 
 async def test_descriptors_are_passed_on() -> None:
@@ -69,7 +69,7 @@ async def test_descriptors_are_passed_on() -> None:
     reading, writing = os.pipe()
     try:
         words = (sys.executable, "-c", f"import os; os.write({writing}, b'passed')")
-        child = await child_process.start(*words, pass_fds=(writing,))
+        child = await child_start.start(*words, pass_fds=(writing,))
         assert await child.wait() == 0
         assert os.read(reading, 10) == b"passed"
     finally:
@@ -87,7 +87,7 @@ def test_loop_of_services_does_not_copy_this_process(monkeypatch: pytest.MonkeyP
         subprocess_exec = refuse
 
     async def main() -> int:
-        return await (await child_process.start("true")).wait()
+        return await (await child_start.start("true")).wait()
 
     with asyncio.Runner(loop_factory=Loop) as runner:
         assert runner.run(main()) == 0
