@@ -108,11 +108,15 @@ def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 @pytest.fixture
-def hang_ups() -> Iterator[None]:
-    """Children get SIGHUP also where `nohup` starts the tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def own_signals() -> Iterator[None]:
+    """Children get SIGHUP and SIGINT also where `nohup`, or the `&` of a script, starts the
+    tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

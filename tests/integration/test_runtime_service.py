@@ -122,7 +122,7 @@ async def say(address: str, text: str) -> str:
         return answer.decode()
 
 
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_service_starts_serves_drains_and_exits_with_zero(
     start: Start, coordinator: Coordinator, number: signal.Signals

@@ -72,6 +72,7 @@ def ended(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.usefixtures("own_signals")
 def test_ctrl_c_while_modules_load_prints_nothing() -> None:
     """The process ends by the signal, without a traceback."""
     command = ended(LOADING, "--help")
@@ -79,7 +80,7 @@ def test_ctrl_c_while_modules_load_prints_nothing() -> None:
     assert command.stdout == command.stderr == ""
 
 
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signal_in_a_blocking_command_is_one_line(number: signal.Signals) -> None:
     """The command unwinds, so it removes its temporary files."""
@@ -89,7 +90,7 @@ def test_signal_in_a_blocking_command_is_one_line(number: signal.Signals) -> Non
     assert command.stderr == ""
 
 
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(
     ("shell", "outcome"),
     [

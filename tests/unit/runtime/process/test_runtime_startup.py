@@ -59,7 +59,7 @@ def test_a_forked_service_of_a_test_has_its_own_command_line() -> None:
     assert str(["-m", "timeit", *words])[1:] in printed
 
 
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_while_a_service_is_imported_ends_it_at_once(number: signal.Signals) -> None:
     """Without a traceback: nothing has begun."""
