@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -40,13 +40,10 @@ class MatrixForm(Protocol):
     """How a checkpoint has a quantized matrix: several tensors, named by the suffix that each adds
     to the matrix's name, "" for the matrix itself."""
 
-    @property
-    def dtype(self) -> str:
-        """Type of the matrix itself."""
-
-    @property
-    def probe_tolerance(self) -> float:
-        """Largest mean error of a probe, in nats, beside the trainer's log-probs."""
+    dtype: ClassVar[str]
+    """Type of the matrix itself."""
+    probe_tolerance: ClassVar[float]
+    """Largest mean error of a probe, in nats, beside the trainer's log-probs."""
 
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, TypeAndShape]:
         """Return types and shapes for a matrix of `shape`, two sizes."""
@@ -65,15 +62,8 @@ class BlockForm:
     powers_of_two: bool
     """Whether scales are powers of two, as Blackwell's kernels need them."""
 
-    @property
-    def dtype(self) -> str:
-        """See `MatrixForm`."""
-        return E4M3
-
-    @property
-    def probe_tolerance(self) -> float:
-        """See `MatrixForm`."""
-        return _E4M3_TOLERANCE
+    dtype: ClassVar[str] = E4M3
+    probe_tolerance: ClassVar[float] = _E4M3_TOLERANCE
 
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, TypeAndShape]:
         """See `MatrixForm`."""
@@ -108,15 +98,8 @@ class TensorForm:
     scalar: tuple[int, ...]
     """Shape of a single number in the checkpoint."""
 
-    @property
-    def dtype(self) -> str:
-        """See `MatrixForm`."""
-        return E4M3
-
-    @property
-    def probe_tolerance(self) -> float:
-        """See `MatrixForm`."""
-        return _E4M3_TOLERANCE
+    dtype: ClassVar[str] = E4M3
+    probe_tolerance: ClassVar[float] = _E4M3_TOLERANCE
 
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, TypeAndShape]:
         """See `MatrixForm`."""
@@ -140,15 +123,8 @@ class PackedForm:
     scalar: tuple[int, ...]
     """Shape of a single number in the checkpoint."""
 
-    @property
-    def dtype(self) -> str:
-        """See `MatrixForm`."""
-        return PACKED
-
-    @property
-    def probe_tolerance(self) -> float:
-        """See `MatrixForm`."""
-        return _E2M1_TOLERANCE
+    dtype: ClassVar[str] = PACKED
+    probe_tolerance: ClassVar[float] = _E2M1_TOLERANCE
 
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, TypeAndShape]:
         """See `MatrixForm`. A matrix whose columns 16 does not divide has no such form: it gets
