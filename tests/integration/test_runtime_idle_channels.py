@@ -1,4 +1,4 @@
-"""Channels to addresses that nobody calls any more."""
+"""Channels without calls are closed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_idle_channels_retire_when_another_opens() -> None:
 
 
 async def test_open_streams_outlive_their_idle_channel() -> None:
-    """Nobody has to wait for their next message: a stream to a router may be silent for hours."""
+    """Also a stream without a message for hours, such as that to a router."""
     now_s, security, servicer = 0.0, Security(Keyring.from_bytes(b"k" * 32)), EchoServicer()
     server = RpcServer(service="echo", host="127.0.0.1", port=0, security=security)
     server.add_service(add_to_server, servicer, full_name=FULL_NAME, scopes=SCOPES)

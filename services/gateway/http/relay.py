@@ -47,8 +47,8 @@ class Relay:
     async def begin(self) -> None:
         """Begins the call in the session."""
         begin = BeginOther(call_id=self._call_id, abort=self._deadline.abort, arrived=self._arrived)
-        # The session may begin it later, when nobody waits any more: a call without its end would
-        # prevent the close of the session.
+        # The session may begin the call after this wait has ended. It needs an end all the same: an
+        # open call prevents the close of the session.
         self._recorded = True
         try:
             await self._session.actor.ask(begin, timeout_s=ASK_TIMEOUT_S)

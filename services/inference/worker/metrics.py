@@ -53,7 +53,7 @@ VERSIONS = counter(
 )
 GROUP_FALLBACKS = counter(
     "forge_inference_weight_group_fallbacks_total",
-    "Versions of which the worker fetched tensors although a group received them, by reason: "
+    "Versions that the worker fetched, in whole or in part, in place of its group, by reason: "
     "not_ready (its process for groups), refused (late, or no group formed), failed, damaged.",
     ["reason"],
 )

@@ -49,7 +49,7 @@ async def test_program_reads_and_writes_more_than_a_pipe_holds() -> None:
 
 @pytest.mark.usefixtures("observed")
 async def test_end_by_a_signal_is_negative() -> None:
-    """Also if nobody waits; a kill of an ended one changes nothing."""
+    """The exit code is known without a wait. A kill after the end changes nothing."""
     child = await child_start.start("sleep", "60", start_new_session=True)
     assert os.getpgid(child.pid) == child.pid
     child.kill()

@@ -84,7 +84,7 @@ class Quantization:
             held.append(tensor)
             if len(held) == len(group):
                 yield from self._narrowed(waiting.pop(group))
-        # Groups of which a version has quantized some itself.
+        # The version has the other matrices of these groups in quantized form.
         for held in waiting.values():
             yield from self._narrowed(held)
 
