@@ -6,14 +6,14 @@ the leader's address in the trailing metadata `forge-leader`.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from forge.client.scheduler import START_KEY
-from forge.core.errors import Unavailable
+from forge.core.errors import ActorStopped, MailboxFull, Unavailable
 from forge.runtime.coordination import Coordinator, Discovery
 from forge.runtime.rpc.interceptor import current_claims
 from forge.runtime.rpc.status import to_status, trailing_metadata
@@ -33,6 +33,7 @@ from services.scheduler.groups.batch_groups import (
 from services.scheduler.groups.group_listing import list_groups
 from services.scheduler.groups.rollout_results import settle_results
 from services.scheduler.leadership.term import LeaderContext, Term
+from services.scheduler.long_polls import poll
 from services.scheduler.rollout_leases import lease_bytes, rollout_lease
 from services.scheduler.state.draining_runners import IsDraining, SetRunnerDraining
 from services.scheduler.state.messages.batches import (
@@ -47,8 +48,10 @@ from services.scheduler.state.messages.groups import DropGroups, Submit
 from services.scheduler.state.messages.removals import DeclareShardLost, RetireShard
 from services.scheduler.state.messages.rollouts import (
     DismissRunner,
+    Grant,
     LeaseRollouts,
     RenewRollouts,
+    ReturnRollouts,
 )
 from services.scheduler.state.messages.term import GetStatus, SetActivity
 from services.scheduler.state.queries.queue_positions import GetQueue
@@ -139,7 +142,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             lease_bytes=partial(lease_bytes, config=self._config),
         )
         wait_s = validation.check_wait_s(request.wait_s, max_wait_s=self._config.max_wait_s)
-        grants = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s) or ()
+        give_back = partial(_give_back, leader)
+        grants = (
+            await poll(leader.queue, ask, ask_s=ASK_S, wait_s=wait_s, give_back=give_back) or ()
+        )
         drained = IsDraining(runner_id=runner_id, start_id=request.start_id)
         return pb.LeaseRolloutsResponse(
             leases=[rollout_lease(one, self._config, self._keyring) for one in grants],
@@ -190,7 +196,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 for batch in request.held
             },
         )
-        batch = await _waited(await leader.queue.ask(ask, timeout_s=ASK_S), wait_s)
+        # A batch whose caller has left stays with the trainer, whose next call gets it.
+        batch = await poll(leader.queue, ask, ask_s=ASK_S, wait_s=wait_s)
         if batch is None:
             return pb.LeaseBatchResponse()
         paged = request.HasField("first_group")
@@ -374,10 +381,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         raise AssertionError("abort raises")
 
 
-async def _waited(future: asyncio.Future[Any], wait_s: float) -> Any:
-    """Result of the future within the time, else None; a caller that leaves cancels it."""
-    try:
-        await asyncio.wait({future}, timeout=wait_s)
-        return future.result() if future.done() else None
-    finally:
-        future.cancel()
+def _give_back(leader: LeaderContext, grants: Sequence[Grant]) -> None:
+    # Without the message, the leases end by themselves.
+    with suppress(MailboxFull, ActorStopped):
+        leader.queue.tell(ReturnRollouts(grants=grants))

@@ -128,6 +128,11 @@ class Rollouts:
             if now_s - renewed_s <= self._settings.rollout_lease_s:
                 self.renew(trajectory_id, now_s=now_s, runner_id=runner_id)
 
+    def give_back(self, trajectory_ids: Iterable[str]) -> None:
+        """Leases that reached no runner: their rollouts are ready again, as the same attempts."""
+        for slot in self._claims.give_back(trajectory_ids):
+            self._ledger.dispatch.list_rollout(slot)
+
     def complete(self, trajectory_id: str, *, now_s: float = 0.0) -> bool:
         """Records a trajectory that is sealed in the pool; returns False if that changes nothing.
 

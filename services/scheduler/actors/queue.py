@@ -67,6 +67,7 @@ from services.scheduler.state.messages.rollouts import (
     LeaseRollouts,
     LocateRollouts,
     RenewRollouts,
+    ReturnRollouts,
     SettleRollouts,
 )
 from services.scheduler.state.messages.term import (
@@ -157,9 +158,11 @@ class QueueActor(Actor):
                 state.watch.runner_called(now_s)
                 able = None if self._is_draining(message) else abilities
                 state.watch.runner_declared(runner_id, able, now_s)
-                return self._runners.enter(message)
+                return self._runners.enter(message, message.answer)
             case DismissRunner(runner_id=runner_id):
                 self._runners.dismiss(lambda ask: ask.runner_id == runner_id, answer=())
+            case ReturnRollouts(grants=grants):
+                state.queue.rollouts.give_back(grant.trajectory_id for grant in grants)
             case RenewRollouts(lease_ids=ids, runner_id=runner_id):
                 state.watch.runner_called(now_s)
                 return state.renew(ids, now_s=now_s, runner_id=runner_id)
@@ -255,7 +258,7 @@ class QueueActor(Actor):
             case TakeBatch():
                 state.watch.trainer_called(now_s)
                 state.check_read(chain.from_iterable(message.held.values()))
-                return self._trainers.enter(message)
+                return self._trainers.enter(message, message.answer)
             case RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)

@@ -11,7 +11,7 @@ The cost does not depend on the number of pool shards, reachable or not
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -204,6 +204,15 @@ class LeasedAttempts:
             if not self._of_runners[rollout.lease.runner_id]:
                 del self._of_runners[rollout.lease.runner_id]
             rollout.lease = None
+
+    def give_back(self, trajectory_ids: Iterable[str]) -> Iterator[Slot]:
+        """End leases that began in vain; the rollouts are READY again."""
+        for trajectory_id in trajectory_ids:
+            if entry := self._leases.get(TrajectoryId(trajectory_id)):
+                slot = entry[1]
+                self.drop(slot.rollout)
+                slot.rollout.phase = RolloutPhase.READY
+                yield slot
 
     def expired(self, now_s: float) -> Iterator[TrajectoryId]:
         """Expired leases; one that is not settled is repeated after `RECHECK_S`."""

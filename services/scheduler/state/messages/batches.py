@@ -5,22 +5,25 @@ The commits actor prepares and applies its messages with the others, which are t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forge.v1 import common_pb2
+from services.scheduler.long_polls import new_answer
 from services.scheduler.state.messages.groups import NOT_LOOKED_UP, LookedUp
 from services.scheduler.state.stored_group import StoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeBatch:
-    """Answered by a future of BatchView, done once a batch is available."""
+    """Answered by the future `answer`, done once a batch is available."""
 
     trainer_id: str
     max_groups: int
     held: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Task ids by batch id, of batches that the trainer still works on."""
+    answer: asyncio.Future[BatchView] = field(default_factory=new_answer, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

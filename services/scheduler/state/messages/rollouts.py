@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forge.core.queue.dispatch.failures import FailureKind
 from forge.core.queue.groups import ANY, Abilities
 from forge.v1 import common_pb2
+from services.scheduler.long_polls import new_answer
 from services.scheduler.state.messages.groups import NOT_LOOKED_UP, LookedUp
 
 
@@ -20,7 +22,7 @@ class DismissRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRollouts:
-    """Answered by a future of tuple[Grant, ...], done once a rollout is available."""
+    """Answered by the future `answer`, done once a rollout is available."""
 
     runner_id: str
     max_rollouts: int
@@ -28,6 +30,7 @@ class LeaseRollouts:
     start_id: str = ""
     lease_bytes: Callable[[common_pb2.Task], int] = common_pb2.Task.ByteSize
     """Upper bound of the size of a task's lease."""
+    answer: asyncio.Future[tuple[Grant, ...]] = field(default_factory=new_answer, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,13 @@ class Grant:
     failures: int
     pool_shard: str
     task: common_pb2.Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnRollouts:
+    """Grants that reached no runner: the rollouts are ready for the next one."""
+
+    grants: Sequence[Grant]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -272,3 +272,16 @@ def test_abandon_reason_gives_the_kind_of_failure() -> None:
     for kind in FailureKind:
         assert kind_of_abandoned(abandon_reason(kind, "no router is there")) is kind
     assert kind_of_abandoned("the rollout was stopped") is FailureKind.TASK
+
+
+def test_returned_lease_is_leased_again_before_later_rollouts() -> None:
+    """It reached no runner, so it counts as no attempt; what is not leased is not returned."""
+    queue = make_queue()
+    add(queue, "a", 0, size=2)
+    assert lease(queue) == ["a:0:0", "a:1:0"]
+    queue.rollouts.complete("a:1:0")
+    queue.rollouts.give_back(["a:0:0", "a:1:0", "a:0:7"])
+    assert len(queue.rollouts) == 0
+    add(queue, "b", 1)
+    assert lease(queue) == ["a:0:0", "b:0:0"]
+    assert queue.rollouts.retries == 0

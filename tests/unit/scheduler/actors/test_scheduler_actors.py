@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -77,8 +78,8 @@ async def test_cancelled_wait_of_a_runner_gets_no_rollout(term: TermActors) -> N
 
 async def test_leaving_runner_gets_an_empty_answer(term: TermActors) -> None:
     """Other runners still wait, and get the next rollouts."""
-    ask = LeaseRollouts(runner_id="leaving", max_rollouts=1)
-    first, second = [await term.queue.ask(ask, timeout_s=ASK_S) for _ in range(2)]
+    ask = partial(LeaseRollouts, runner_id="leaving", max_rollouts=1)
+    first, second = [await term.queue.ask(ask(), timeout_s=ASK_S) for _ in range(2)]
     other = await term.queue.ask(LeaseRollouts(runner_id="r", max_rollouts=1), timeout_s=ASK_S)
     await term.queue.ask(DismissRunner(runner_id="leaving"), timeout_s=ASK_S)
     assert (first.result(), second.result(), other.done()) == ((), (), False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -124,14 +125,14 @@ def drain(runner_id: str, draining: bool = True, **live: str) -> SetRunnerDraini
 async def test_drained_runner_gets_no_lease(term: TermActors) -> None:
     """Its waiting call is answered, another runner of the same abilities is served, and its leases
     continue. A resume answers the next waiting call, so the runner asks again."""
-    ask = LeaseRollouts(runner_id="r", max_rollouts=1, start_id="1")
+    ask = partial(LeaseRollouts, runner_id="r", max_rollouts=1, start_id="1")
     await submit(term, make_task("a"))
-    (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
-    waiting = await term.queue.ask(ask, timeout_s=ASK_S)
+    (grant,) = await (await term.queue.ask(ask(), timeout_s=ASK_S))
+    waiting = await term.queue.ask(ask(), timeout_s=ASK_S)
     assert await term.commits.ask(drain("r", r="1", s="1"), timeout_s=ASK_S) == 1
     assert term.record.fields == {"draining_runners": {"r": "1"}}
     assert waiting.result() == ()
-    drained = await term.queue.ask(ask, timeout_s=ASK_S)
+    drained = await term.queue.ask(ask(), timeout_s=ASK_S)
     other = await term.queue.ask(LeaseRollouts(runner_id="s", max_rollouts=1), timeout_s=ASK_S)
     await submit(term, make_task("b"))
     assert [one.trajectory_id for one in other.result()] == ["b:0:0"] and not drained.done()
@@ -142,7 +143,7 @@ async def test_drained_runner_gets_no_lease(term: TermActors) -> None:
     await submit(term, make_task("c"))
     assert await term.commits.ask(drain("r", False), timeout_s=ASK_S) == 1
     assert drained.result() == () and term.record.fields == {"draining_runners": {}}
-    (grant,) = await (await term.queue.ask(ask, timeout_s=ASK_S))
+    (grant,) = await (await term.queue.ask(ask(), timeout_s=ASK_S))
     assert grant.trajectory_id == "c:0:0"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -44,29 +44,31 @@ async def unread(term: TermActors) -> TermActors:
 
 
 QUESTIONS = [
-    pytest.param("queue", FindUnknown(trajectory_ids=["x:0:0"]), id="a report"),
-    pytest.param("queue", ListTagged(tag=""), id="a list"),
-    pytest.param("queue", RenewBatch(batch_id="batch-0-7"), id="a batch"),
+    pytest.param("queue", lambda: FindUnknown(trajectory_ids=["x:0:0"]), id="a report"),
+    pytest.param("queue", lambda: ListTagged(tag=""), id="a list"),
+    pytest.param("queue", lambda: RenewBatch(batch_id="batch-0-7"), id="a batch"),
     pytest.param(
         "queue",
-        TakeBatch(trainer_id="t", max_groups=1, held={"b": ["a", "x"]}),
+        lambda: TakeBatch(trainer_id="t", max_groups=1, held={"b": ["a", "x"]}),
         id="a held batch",
     ),
     pytest.param(
-        "commits", CommitBatch(batch_id="batch-0-0", step=1, task_ids=["a", "x"]), id="a commit"
+        "commits",
+        lambda: CommitBatch(batch_id="batch-0-0", step=1, task_ids=["a", "x"]),
+        id="a commit",
     ),
-    pytest.param("commits", Rewind(step=0), id="a rewind"),
-    pytest.param("submissions", Submit(tasks={"x": make_task("x")}), id="a new task"),
+    pytest.param("commits", lambda: Rewind(step=0), id="a rewind"),
+    pytest.param("submissions", lambda: Submit(tasks={"x": make_task("x")}), id="a new task"),
 ]
 
 
 @pytest.mark.parametrize(("actor", "question"), QUESTIONS)
 async def test_calls_wait_for_groups_that_may_be_on_an_unread_shard(
-    unread: TermActors, actor: str, question: Any
+    unread: TermActors, actor: str, question: Callable[[], object]
 ) -> None:
     """If they were unknown, a trainer would discard its step, and a runner its rollout."""
     with pytest.raises(Unavailable, match="pool shard s1, which is awaited"):
-        await getattr(unread, actor).ask(question, timeout_s=ASK_S)
+        await getattr(unread, actor).ask(question(), timeout_s=ASK_S)
 
 
 async def test_answer_is_final_once_the_shard_is_read(unread: TermActors) -> None:
