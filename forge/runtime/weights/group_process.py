@@ -61,21 +61,26 @@ class GroupError(Unavailable):
 class GroupProcess:
     """This instance's part in groups; off until `start`."""
 
-    def __init__(self, settings: WeightGroupSettings, *, host: str, device: str) -> None:
-        """`host`: address of this host for the other members; `device`: of the model."""
+    def __init__(
+        self,
+        settings: WeightGroupSettings,
+        *,
+        host: str,
+        device: str,
+        announce: Callable[[bool], Awaitable[None]] | None = None,
+    ) -> None:
+        """`host`: address of this host for the other members; `device`: of the model; `announce`
+        lets the others know whether the process can take part."""
         self.settings = settings
+        self._announce = announce
         self._host = host
         self._device = device if settings.backend == "nccl" else "cpu"
         self._process: ChildProcess | None = None
         self._control: socket.socket | None = None
         self._starting: asyncio.Task[None] | None = None
         self._busy = self._closed = False
-
-    @property
-    def started(self) -> bool:
+        self.started = False
         """Whether the process runs."""
-        done = self._starting is not None and self._starting.done()
-        return done and self._control is not None
 
     @property
     def ready(self) -> bool:
@@ -139,6 +144,8 @@ class GroupProcess:
 
     async def _start(self, before: asyncio.Task[None] | None) -> None:
         await cancel_and_wait(before)
+        if self._announce is not None:
+            await self._announce(False)
         if self._process is not None:
             await self._process.wait()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -155,6 +162,9 @@ class GroupProcess:
                 )
             self._control = ours
             await self._answer(_START_S)
+            self.started = True
+            if self._announce is not None:
+                await self._announce(True)
         except (GroupError, OSError) as error:
             self._kill()
             log.error("weight_group_not_ready", error=str(error))
@@ -175,6 +185,7 @@ class GroupProcess:
         return answer
 
     def _kill(self) -> None:
+        self.started = False
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()

@@ -131,13 +131,22 @@ class GroupMember:
 
 
 def group_member(context: ServiceContext) -> GroupMember | None:
-    """Return this worker's part in groups, and announce its backend; None if they are off."""
+    """Return this worker's part in groups; None if they are off. The backend is in discovery while
+    the worker can join, so that no group waits for one whose process starts."""
     config = context.config
-    if config.weight_group.backend == "off":
+    backend = config.weight_group.backend
+    if backend == "off":
         return None
+
+    async def announce(can_join: bool) -> None:
+        if can_join:
+            context.metadata[GROUP_KEY] = backend
+        elif context.metadata.pop(GROUP_KEY, None) is None:
+            return
+        await context.announce()
+
     host = (config.advertise_host or config.host).strip("[]")
-    process = GroupProcess(config.weight_group, host=host, device=config.device)
-    context.metadata[GROUP_KEY] = config.weight_group.backend
+    process = GroupProcess(config.weight_group, host=host, device=config.device, announce=announce)
     return GroupMember(process, context.channels, instance_id=config.instance_id)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,12 +14,14 @@ from prometheus_client import REGISTRY
 
 from forge.core.errors import ConfigError, FailedPrecondition
 from forge.runtime.settings.weight_group_settings import WeightGroupSettings
+from forge.runtime.weights import group_process
 from forge.runtime.weights.group_process import GroupError
 from forge.runtime.weights.version_files import starts_of
 from forge.v1 import inference_pb2 as pb
 from services.inference.config import InferenceConfig
 from services.inference.worker.weights.group import GroupMember, group_member
 from tests.support.inference.weight_sources import Source, Weights, Worker
+from tests.support.runtime.waiting import until
 
 Observe = Callable[[Mapping[str, Any]], Awaitable[None]]
 WEIGHTS: Weights = {name: name.encode() * 100 for name in ("a", "b", "c", "d")}
@@ -159,14 +162,40 @@ async def test_newer_version_waits_for_the_end_of_a_group() -> None:
     await trainer.stop()
 
 
-def test_worker_names_the_backend_in_discovery() -> None:
-    """So the trainer awaits it; not on a network where weights need encryption."""
-    settings = WeightGroupSettings(backend="gloo")
-    metadata: dict[str, str] = {}
-    context = cast(Any, SimpleNamespace(metadata=metadata, channels=None))
-    context.config = InferenceConfig()
-    assert group_member(context) is None and not metadata
+async def test_worker_is_in_discovery_while_it_can_join(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the start of its process to a failure, and again from the next start: the trainer awaits
+    it in between alone."""
+    monkeypatch.setattr(group_process, "_PROGRAM", "tests.support.runtime.hung_program")
+    settings = WeightGroupSettings(backend="gloo", silence_s=0.2)
+    announced: list[dict[str, str]] = []
+    context = SimpleNamespace(metadata={"other": "1"}, channels=None)
+
+    async def announce() -> None:
+        announced.append(dict(context.metadata))
+
+    context.announce, context.config = announce, InferenceConfig()
+    assert group_member(cast(Any, context)) is None
     context.config = InferenceConfig(weight_group=settings)
-    assert group_member(context) is not None and metadata == {"weight_group": "gloo"}
+    member = group_member(cast(Any, context))
+    assert member is not None and not announced
+    async with member:
+        await until(lambda: len(announced) == 1)
+        file = os.open(tmp_path, os.O_RDONLY)
+        with pytest.raises(GroupError, match="no data"):
+            await member.process.broadcast(file, {}, nothing)
+        os.close(file)
+        await until(lambda: len(announced) == 3)
+        joins = {"other": "1", "weight_group": "gloo"}
+        assert announced == [joins, {"other": "1"}, joins]
+
+
+def test_groups_are_refused_on_a_network_where_weights_need_encryption() -> None:
+    """Their broadcasts have none."""
+    settings = WeightGroupSettings(backend="gloo")
     with pytest.raises(ConfigError, match="without encryption"):
         InferenceConfig(weight_group=settings, advertise_host="10.0.0.1").validate()
+
+
+async def nothing(answer: Mapping[str, Any]) -> None: ...
