@@ -328,16 +328,18 @@ async def test_killed_service_leaves_discovery_with_its_lease(
         await asyncio.wait_for(discovery.changed(), START_S)
 
 
-async def test_actor_with_too_many_crashes_ends_the_process_with_1(
-    start: Start, coordinator: Coordinator
+FAULTS = {"break": (1, "KeyError: 'break'"), "misset": (2, "ConfigError: red is no voice")}
+
+
+@pytest.mark.parametrize(("word", "end"), FAULTS.items())
+async def test_failed_part_ends_the_process_with_its_cause(
+    start: Start, coordinator: Coordinator, word: str, end: tuple[int, str]
 ) -> None:
-    """Its supervisor restarts the process."""
+    """A restart helps after 1, not after 2: an actor crashed, a setting was wrong."""
     process = start()
-    (instance,) = await coordinator.discover("echo").wait(timeout_s=START_S)
-    await say(instance.address, "break")
-    assert await process.ended() == 1
-    assert "service_part_failed" in process.events()
-    assert process.events()[-1] == "stopped"
+    await say((await coordinator.discover("echo").wait(timeout_s=START_S))[0].address, word)
+    assert (await process.ended(), process.lines()[-1]["error"]) == end
+    assert process.errors() == ("forge echo: red is no voice\n" if word == "misset" else "")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ConfigError, first_line
+from forge.core.extras import place_of
 from forge.rl.algorithms import PRESETS, load_custom, preset
 from forge.rl.config import Correction, ObjectiveConfig
 from forge.rl.losses.correction import correction_weights
@@ -27,6 +28,7 @@ from forge.rl.losses.objectives import (
 )
 from forge.rl.losses.reference import kl_loss, kl_mean, kl_to_go, teacher_gaps
 from forge.rl.losses.tokens import LossFunction, TrainedTokens
+from forge.rl.out_of_memory import memory_shortage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,8 @@ class Objective:
         return self.config.teacher_coef > 0
 
     def evaluate(self, tokens: TrainedTokens, size: BatchSize) -> PassLoss:
-        """One pass's part of the loss of a batch of this size."""
+        """One pass's part of the loss of a batch of this size. Raises `ConfigError` for a custom
+        loss that fails or returns something else than a loss per token."""
         penalized = self._penalized(tokens)
         credited = penalized if self.needs_teacher else tokens
         weights_T = correction_weights(self.correction, credited)
@@ -93,12 +96,6 @@ class Objective:
             kept_T = torch.where(masked_T, penalized.logprobs.detach(), penalized.logprobs)
             penalized = replace(penalized, logprobs=kept_T)
         loss_T = self._loss(penalized)
-        if loss_T.shape != tokens.logprobs.shape:
-            raise InvalidArgument(
-                f"objective.algorithm = {self.config.algorithm!r} returned shape "
-                f"{tuple(loss_T.shape)}; one loss per token is expected: "
-                f"{tuple(tokens.logprobs.shape)}"
-            )
         if weights_T is not None:
             # Not a product with 0: the loss of a masked token may be infinite.
             loss_T = torch.where(masked_T, 0.0, loss_T * weights_T)
@@ -110,6 +107,11 @@ class Objective:
                 loss_T = loss_T + self.config.kl_coef * penalty_T
         if self.config.entropy_coef:
             loss_T = loss_T - self.config.entropy_coef * tokens.entropy
+        if tokens.logprobs.requires_grad and not loss_T.requires_grad:
+            raise ConfigError(
+                f"objective.algorithm = {self.config.algorithm!r} returned values without a "
+                "gradient; compute them from tokens.logprobs or tokens.ratio, without detach"
+            )
         return PassLoss(
             loss=self.normalized(loss_T, tokens, size),
             clipped=self._clipped(penalized),
@@ -181,12 +183,38 @@ class Objective:
                 dual = self.config.dual_clip
                 return partial(clipped_loss, clip_low=low, clip_high=high, dual_clip=dual)
             case name:
-                return load_custom(name, self.config.loss_options)
+                return partial(_custom_loss, name, load_custom(name, self.config.loss_options))
 
     def _cispo(self, tokens: TrainedTokens) -> Tensor:
         return cispo_loss(
             tokens.logprobs, tokens.old, tokens.advantages, ratio_cap=self.config.ratio_cap
         )
+
+
+def _custom_loss(name: str, loss: LossFunction, tokens: TrainedTokens) -> Tensor:
+    """The function's loss per token, [T]. Raises `ConfigError` in place of its errors, since the
+    next batch would end the same; a shortage of memory remains one."""
+    source = f"objective.algorithm = {name!r}"
+    try:
+        loss_T = loss(tokens)
+    # The function's code may raise anything.
+    except Exception as error:
+        if memory_shortage(error):
+            raise
+        said = f"{type(error).__name__}: {first_line(error)}{place_of(error)}"
+        raise ConfigError(f"{source} failed: {said}") from error
+    expected = tuple(tokens.logprobs.shape)
+    if not isinstance(loss_T, Tensor):
+        raise ConfigError(
+            f"{source} returned {type(loss_T).__name__}; a tensor of one loss per token is "
+            f"expected, shape {expected}"
+        )
+    if loss_T.shape != expected:
+        raise ConfigError(
+            f"{source} returned shape {tuple(loss_T.shape)}; one loss per token is expected: "
+            f"{expected}"
+        )
+    return loss_T
 
 
 def _zeros(tokens: TrainedTokens, dtype: torch.dtype) -> Tensor:

@@ -83,7 +83,8 @@ class ServiceContext:
     stand_by: Callable[[], None] = lambda: None
     """Tells systemd that the process has started, also while `start` waits for an election."""
     fail: Callable[[str, BaseException], None] = lambda name, error: None
-    """Drains and ends the process with exit code 1: the named part has failed."""
+    """Drains and ends the process with exit code 1, or 2 for a `ConfigError`: the named part has
+    failed."""
     undo: AsyncExitStack = field(default_factory=AsyncExitStack)
     """Ends the parts of the process at its stop, the last one first."""
     _became_ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -219,7 +220,9 @@ class _Process:
             except Exception:
                 log.error("crashed", exc_info=True)
                 raise
-        log.info("stopped", failed=self._failure is not None)
+        # With the cause: supervisors show the last line of the log.
+        cause = {"error": f"{type(self._failure).__name__}: {self._failure}"}
+        log.info("stopped", failed=bool(self._failure), **(cause if self._failure else {}))
         return self._failure
 
     async def _serve(self, undo: AsyncExitStack) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forge.core.errors import ForgeError
+from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import extras_named
 from forge.runtime.settings.reader import C, load
 
@@ -59,6 +59,9 @@ def run(
             from forge.runtime.process.service import serve
 
             failure = serve(service, config, load_app())
+            if isinstance(failure, ConfigError):
+                # A fault that a custom loss shows at its first batch: a restart would end the same.
+                raise failure
             code = 0 if failure is None else 1
             if failure is not None:
                 on_error(f"{type(failure).__name__}: {failure}")

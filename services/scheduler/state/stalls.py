@@ -64,6 +64,8 @@ class Facts:
     trainer_silent_s: float = 0.0
     batch: tuple[str, str, float] | None = None
     """Trainer, batch id and age in seconds of a leased batch."""
+    returned: int = 0
+    """Batches that were leased since the last progress and have ended without a commit."""
     away: frozenset[str] = frozenset()
     """Unreachable pool shards."""
     tombstoned: int = 0
@@ -105,6 +107,8 @@ class Watch:
         self._runners: dict[str, tuple[Abilities | None, float]] = {}
         """By runner id: its declaration (None: it is drained), and the time of its last call."""
         self._batch: tuple[str, str, float] | None = None
+        self._batches = 0
+        """Batches leased since the last progress."""
         self._tombstones: Counter[tuple[str, bool]] = Counter()
         """By reason, and whether a rollout failed."""
         self._dropped: set[str] = set()
@@ -122,6 +126,7 @@ class Watch:
     def progressed(self, now_s: float) -> None:
         """Note that a batch was committed, or an evaluation group finished."""
         self._progress_s = now_s
+        self._batches = 0
         self._tombstones.clear()
         self._dropped.clear()
         self._faults, self._fault_reason = 0, ""
@@ -179,6 +184,7 @@ class Watch:
         """Note that a batch was leased, or returned again to its trainer."""
         if self._batch is None or self._batch[1] != batch_id:
             self._batch = (trainer_id, batch_id, now_s)
+            self._batches += 1
 
     def dropping(self, task_ids: Iterable[str]) -> None:
         """Note that groups are tombstoned on request: that is no cause of a stall."""
@@ -217,6 +223,7 @@ class Watch:
             runner_silent_s=now_s - self._runner_s if self._runner_s is not None else 0.0,
             trainer_silent_s=now_s - self._trainer_s if self._trainer_s is not None else 0.0,
             batch=(batch[0], batch[1], now_s - batch[2]) if batch else None,
+            returned=max(0, self._batches - batch_is_out),
             tombstoned=self._tombstones.total(),
             tombstone_reason=reasons[0][0][0] if reasons else "",
             failed=bool(reasons) and reasons[0][0][1],
@@ -300,6 +307,12 @@ def _slow_parts(facts: Facts) -> Iterator[Stall]:
             "Check the service that this names, its disk, and the load of its host."
         )
         yield Stall("faults", text)
+    if facts.complete_in_window and facts.returned:
+        text = (
+            f"trainers took {facts.returned} batches since the last step and committed none: the "
+            "trainer crashes, or each step fails. Read the trainer's log."
+        )
+        yield Stall("trainer_failing", text)
     head, beyond = facts.head, facts.complete_outside_window
     if head is not None and beyond and facts.complete_in_window <= facts.assigned:
         text = (

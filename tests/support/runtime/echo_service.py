@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forge.core.errors import FailedPrecondition
+from forge.core.errors import ConfigError, FailedPrecondition
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.actors.supervision import Restart
@@ -74,7 +74,7 @@ class EchoApp:
 
 
 class ControlledServicer(EchoServicer):
-    """Obeys a few more words: `ready`, `paint:<color>`, `break`, `open`."""
+    """Obeys a few more words: `ready`, `paint:<color>`, `break`, `misset`, `open`."""
 
     worker: ActorRef
 
@@ -92,6 +92,8 @@ class ControlledServicer(EchoServicer):
                 await self._context.announce()
             case "break":
                 self.worker.tell("break")
+            case "misset":
+                self._context.fail("voice", ConfigError("red is no voice"))
             case "open":
                 self.gate.set()
             case _:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument
 from forge.rl.config import Correction, ObjectiveConfig
 from forge.rl.losses import TrainedTokens
 from forge.rl.losses.correction import correction_weights
@@ -294,14 +294,46 @@ def test_invalid_settings_are_refused_by_name_and_value(settings: Any, message: 
         objective(**settings)
 
 
-def test_custom_loss_must_return_one_value_per_token() -> None:
-    """A sum would be normalized wrongly."""
-    with pytest.raises(InvalidArgument, match="one loss per token"):
-        evaluate(tokens([1.0, 1.0], [1.0, 1.0]), algorithm=f"{__name__}:summed")
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("summed", r"returned shape \(\); one loss per token is expected: \(2,\)"),
+        ("number", r"returned float; a tensor of one loss per token is expected, shape \(2,\)"),
+        ("misspelt", r"failed: AttributeError: .* 'logprob' \(test_rl_losses.py:\d+\)"),
+        ("detached", "returned values without a gradient; compute them from tokens.logprobs"),
+    ],
+)
+def test_custom_loss_that_fails_is_a_wrong_setting(loss: str, message: str) -> None:
+    """The next batch would end the same. A sum would be normalized wrongly."""
+    with pytest.raises(ConfigError, match=f"{loss}' {message}"):
+        evaluate(tokens([1.0, 1.0], [1.0, 1.0]), algorithm=f"{__name__}:{loss}")
+
+
+def test_shortage_of_memory_in_a_custom_loss_remains_one() -> None:
+    """The learner retries with smaller passes."""
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(tokens([1.0, 1.0], [1.0, 1.0]), algorithm=f"{__name__}:too_large")
 
 
 def summed(of: TrainedTokens) -> Tensor:
     return -(of.logprobs * of.advantages).sum()
+
+
+def number(of: TrainedTokens) -> Any:
+    return float(of.advantages.sum())
+
+
+def misspelt(of: Any) -> Tensor:
+    loss_T: Tensor = of.logprob * of.advantages
+    return loss_T
+
+
+def detached(of: TrainedTokens) -> Tensor:
+    return summed(of).detach().expand(of.logprobs.shape)
+
+
+def too_large(of: TrainedTokens) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def stats(logprobs: Tensor, behavior: Tensor, versions: list[int], **more: Any) -> TokenStats:

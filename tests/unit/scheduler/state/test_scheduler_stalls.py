@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from forge.core.queue.activity import Activity
 from forge.core.queue.dispatch.failures import FailureKind
-from services.scheduler.state.messages.batches import CommitBatch, TakeBatch
+from services.scheduler.state.messages.batches import CommitBatch, Rewind, TakeBatch
 from services.scheduler.state.messages.groups import DropGroups, Submit
 from services.scheduler.state.messages.rollouts import AttemptReport, LeaseRollouts, SettleRollouts
 from services.scheduler.state.messages.term import SetAway, Tick
@@ -34,6 +34,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "most of them with: rollout 0: ended with 1. Check the agent program and the runner's log.",
     ),
     ("faults", {"faults": 5, "fault_reason": "the disk is full"}, "the disk is full"),
+    (
+        "trainer_failing",
+        {"complete_in_window": 8, "returned": 12},
+        "trainers took 12 batches since the last step and committed none",
+    ),
     (
         "slow_head",
         {
@@ -196,3 +201,24 @@ async def test_stall_is_logged_once_per_cause(term: TermActors, clock: Clock) ->
         await term.queue.ask(Tick(), timeout_s=ASK_S)
     told = [log["cause"] for log in logs if log["event"] == "training_stalled"]
     assert told == ["no_runner", "shard_away", "shard_away"]
+
+
+async def test_batches_without_a_commit_are_the_trainers_fault(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """A trainer that crashes at each batch rewinds and takes the groups again: the queue's limits
+    are no cause."""
+    trajectory_id = await submit_and_lease(term, "a")
+    shards.seal(trajectory_id)
+    sealed = AttemptReport(trajectory_id=trajectory_id, summary=shards.stored[trajectory_id])
+    await term.queue.ask(SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
+    take = TakeBatch(trainer_id="t", max_groups=1)
+    for _ in range(3):
+        clock.now_s += AFTER_S / 2
+        await (await term.queue.ask(take, timeout_s=ASK_S))
+        await term.commits.ask(Rewind(step=0), timeout_s=ASK_S)
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
+    assert not (await term.queue.ask(ask, timeout_s=ASK_S)).done()
+    found = (await status(term)).stall
+    assert found.cause == "trainer_failing"
+    assert "trainers took 3 batches since the last step and committed none" in found.text
