@@ -126,6 +126,8 @@ def _by_blocks(
 ) -> Quantization:
     if min(block) <= 0:
         raise UnknownForm
+    for name in _calibrated_names(types):
+        raise UnknownForm(f"{name} is a scale of calibration beside scales of blocks")
     form = BlockForm(block=block, powers_of_two=config.get("scale_fmt") == _POWERS_OF_TWO)
     found = (name for name in types if types[name] == E4M3 and len(shapes[name]) == 2)
     return Quantization(
@@ -148,13 +150,32 @@ def _of_modelopt(
     for name in sorted(matrices):
         if _input_scale(name) not in calibrated:
             raise UnknownForm(f"{_input_scale(name)} is missing, or not in float32")
-    by_weight: dict[str, tuple[NamedTensor, ...]] = {}
-    for one in calibrated.values():
-        name = one.name.rpartition(".")[0] + _WEIGHT
-        by_weight[name] = (*by_weight.get(name, ()), one)
     return Quantization(
-        form=form, matrices=matrices, groups=_groups(matrices, calibrated), calibrated=by_weight
+        form=form,
+        matrices=matrices,
+        groups=_groups(matrices, calibrated),
+        calibrated=_by_weight(types, calibrated),
     )
+
+
+def _by_weight(
+    types: Mapping[str, str], calibrated: Mapping[str, NamedTensor]
+) -> dict[str, tuple[NamedTensor, ...]]:
+    """Return the scales that go with each weight. Raises `UnknownForm` for one that no version can
+    get from a weight."""
+    found: dict[str, tuple[NamedTensor, ...]] = {}
+    for name in _calibrated_names(types):
+        weight = name.rpartition(".")[0] + _WEIGHT
+        if weight not in types:
+            raise UnknownForm(f"{name} belongs to no matrix: there is no {weight}")
+        if name not in calibrated:
+            raise UnknownForm(f"{name} is in {types[name]}, not in float32")
+        found[weight] = (*found.get(weight, ()), calibrated[name])
+    return found
+
+
+def _calibrated_names(types: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in types if name.endswith(CALIBRATED))
 
 
 def _checked(

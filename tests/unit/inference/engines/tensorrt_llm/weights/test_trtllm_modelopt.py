@@ -315,8 +315,16 @@ def test_older_library_is_refused(tmp_path: Path) -> None:
         ({f"{DOWN}.weight_scale": torch.ones(64)}, r"down_proj\.weight has another form"),
         ({f"{DOWN}.weight": torch.zeros(64, 16, 2).to(torch.uint8)}, "weight has another form"),
         ({"extra": torch.zeros(64, 16).to(torch.float8_e4m3fn)}, "extra has another form"),
+        (
+            {f"{LAYER}.self_attn.k_scale": torch.ones(())},
+            r"self_attn\.k_scale belongs to no matrix: there is no \S*self_attn\.weight",
+        ),
+        (
+            {f"{LAYER}.self_attn.v_proj.v_scale": torch.ones((), dtype=torch.bfloat16)},
+            r"v_proj\.v_scale is in bfloat16, not in float32",
+        ),
     ],
-    ids=["lacks", "rounded", "rows", "stacked", "unknown"],
+    ids=["lacks", "rounded", "rows", "stacked", "unknown", "no matrix", "rounded scale"],
 )
 def test_checkpoint_in_another_form_is_refused(
     tmp_path: Path, algorithm: str, changed: dict[str, torch.Tensor | None], shown: str
