@@ -63,6 +63,7 @@ def examine(
         f"disk of {root}": lambda: disk(root, remedy="name another directory with --root"),
         "memory": _memory,
         "open files": _files,
+        "file sizes": _file_sizes,
         "sandbox for programs of models": _sandbox,
         "sandbox for commands and reward functions": _process_sandbox,
         "control groups of sandboxes": control_groups,
@@ -199,11 +200,24 @@ def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = "Raise it with `ulimit -n 4096`."
     if 0 <= hard < 4096:
-        remedy = (
-            f"Only root raises the hard limit of {hard}: nofile in /etc/security/limits.conf, "
-            "LimitNOFILE of a unit, --ulimit of a container."
-        )
+        remedy = _by_root(hard, "nofile")
     return Finding(ok=soft >= 1024, text=f"{soft} open files allowed", remedy=remedy)
+
+
+def _file_sizes() -> Finding:
+    """Weights, checkpoints, hand-offs and pools are large files, most of them in memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft < 0:
+        return Finding(ok=True, text="files of any size allowed")
+    remedy = "Raise it with `ulimit -f unlimited`." if hard < 0 else _by_root(hard, "fsize")
+    return Finding(ok=False, text=f"files are limited to {soft / GIB:.3g} GiB", remedy=remedy)
+
+
+def _by_root(hard: int, name: str) -> str:
+    return (
+        f"Only root raises the hard limit of {hard}: {name} in /etc/security/limits.conf, "
+        f"Limit{name.upper()} of a unit, --ulimit of a container."
+    )
 
 
 def _sandbox() -> Finding:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forge.core.errors import ConfigError
 from forge.core.named_tensor import SAFETENSORS_DTYPES
 from forge.runtime.telemetry import log
 from services.trainer.checkpoint.writer import Place
@@ -27,6 +29,22 @@ _ALIGNED_BYTES = 64
 _DTYPES = {getattr(torch, name): short for short, name in SAFETENSORS_DTYPES.items()}
 _PORTABLE = 1
 """cudaHostRegisterPortable."""
+
+
+def require_room(size_bytes: int) -> None:
+    """Raises `ConfigError` if this process may not have memory for tensors of that size."""
+    _require_file_size(size_bytes + _SEGMENT_BYTES)
+
+
+def _require_file_size(size_bytes: int) -> None:
+    """This memory is a file."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= limit < size_bytes:
+        raise ConfigError(
+            f"a checkpoint takes {size_bytes >> 20} MiB of shared memory, and files of this "
+            f"process are limited to {limit >> 20} MiB: raise it with `ulimit -f unlimited`, or "
+            "LimitFSIZE=infinity of a unit"
+        )
 
 
 class SharedMemory:
@@ -49,7 +67,8 @@ class SharedMemory:
         return self._segments.descriptor
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new contiguous tensor in this memory, not initialized. Raises `OSError`."""
+        """A new contiguous tensor in this memory, not initialized. Raises `OSError`, and
+        `ConfigError` beyond the limit on files of this process."""
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
         if not size_bytes:
             return torch.empty(shape, dtype=dtype)
@@ -113,6 +132,7 @@ class _Segments:
         if free := self._free.get(size_bytes):
             return free.pop()
         offset = sum(one.data.nbytes for one in self._all)
+        _require_file_size(offset + size_bytes)
         os.ftruncate(self.descriptor, offset + size_bytes)
         mapping = mmap.mmap(self.descriptor, size_bytes, offset=offset)
         data = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -38,6 +38,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.learner.publication_probe import EXACT_EVERY, make_probe
 from services.trainer.learner.replica_checkpoint import ReplicaCheckpoint
 from services.trainer.learner.sharded_start import empty_model, fill_shards, place, without_weights
+from services.trainer.memory_plan import MOMENTS
 from services.trainer.model.full_weights import Trainee, load_model
 from services.trainer.model.host_copies import host_copies
 from services.trainer.model.lora import LoraTrainee
@@ -178,8 +179,10 @@ class ModelReplica:
     def check(self) -> None:
         """Compare merged trees with the model's own forward, before training.
 
-        Raises `ConfigError` for a model that cannot be trained, or not on several ranks.
+        Raises `ConfigError` for a model that cannot be trained, or not on several ranks, and
+        without room for its checkpoints.
         """
+        self.state.require_room(moment_bytes=MOMENTS[self._config.optimizer.name])
         for name, policy in self._policies.items():
             try:
                 check_policy(policy)

@@ -39,7 +39,7 @@ from services.trainer.checkpoint.reading import (
     read_learner,
 )
 from services.trainer.checkpoint.shards import copy_shards
-from services.trainer.checkpoint.shared_memory import SharedMemory, SpareMemory
+from services.trainer.checkpoint.shared_memory import SharedMemory, SpareMemory, require_room
 from services.trainer.checkpoint.writer_process import WriterProcess
 from services.trainer.model.full_weights import OWN_DIRECTORY, Trainee
 from services.trainer.model.host_copies import finish_copies, host_copy
@@ -72,6 +72,16 @@ class ReplicaCheckpoint:
         self._spare: SpareMemory = []
         self._rank, self._ranks = (world.rank, world.shape.ranks) if self._shared else (0, 1)
         """This rank, and the number of ranks that save together."""
+
+    def require_room(self, *, moment_bytes: float) -> None:
+        """Raises `ConfigError` if this process may not have the memory of its part of a checkpoint.
+        `moment_bytes`: of the optimizer, for a weight."""
+        weights = sum(one.numel() for one in self._trainee.master().values())
+        if self._trainee.adapters or self._published_type != torch.float32:
+            moment_bytes += torch.float32.itemsize
+        published = sum(one.numel() for one in self._trainee.shapes().values())
+        whole_bytes = published * self._published_type.itemsize + weights * moment_bytes
+        require_room(int(whole_bytes / self._ranks))
 
     def captured(self) -> Contents:
         """A copy of this rank's part of the state that a checkpoint holds. If the world shards the

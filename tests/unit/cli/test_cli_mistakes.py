@@ -136,6 +136,26 @@ def test_doctor_names_the_way_to_more_open_files(
     assert f"BAD 64 open files allowed\n    {remedy}" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("hard", "remedy"),
+    [
+        (resource.RLIM_INFINITY, "Raise it with `ulimit -f unlimited`."),
+        (1 << 31, "Only root raises the hard limit of 2147483648: fsize in /etc/security"),
+    ],
+)
+@pytest.mark.usefixtures("light_torch")
+def test_doctor_names_a_limit_on_the_size_of_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hard: int, remedy: str
+) -> None:
+    """A trainer's checkpoint and a pool are larger, and most errors name no cause."""
+    found = resource.getrlimit
+    limits = {resource.RLIMIT_FSIZE: (1 << 30, hard)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind) or found(kind))
+    ended = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path)])
+    assert ended.exit_code == 1
+    assert f"BAD files are limited to 1 GiB\n    {remedy}" in ended.stdout
+
+
 def test_doctor_names_unfit_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One too old, one missing, and a broken torch."""
     installed, found = metadata.version, metadata.distribution

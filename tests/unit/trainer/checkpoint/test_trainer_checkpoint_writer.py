@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forge.core.errors import ResourceExhausted
+from forge.core.errors import ConfigError, ResourceExhausted
 from forge.core.named_tensor import SAFETENSORS_DTYPES
 from services.trainer.checkpoint.files import Contents
 from services.trainer.checkpoint.history import CheckpointHistory
@@ -28,6 +28,7 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.checkpoint.writer import TensorFile, write_file
 from services.trainer.checkpoint.writer_process import WriterProcess
 from services.trainer.learner.model_replica import Capture
+from tests.support.runtime.disks import full_beyond
 from tests.support.runtime.slow_files import slow_file
 from tests.support.trainer.learners import started_learner, take_step
 
@@ -206,6 +207,22 @@ def test_checkpoint_is_in_memory_once(model_path: Path, tmp_path: Path) -> None:
     process = psutil.Process(writer)
     assert not [one.path for one in process.memory_maps() if "forge-checkpoint" in one.path]
     assert not [one.path for one in process.memory_maps() if "torch" in one.path]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_limit_on_files_below_a_checkpoint_is_named_once(
+    model_path: Path, tmp_path: Path, late: bool
+) -> None:
+    """At the start of the trainer, or when it is lowered later: an error that no restart mends."""
+    actor = started_learner(model_path, tmp_path) if late else None
+    with (
+        full_beyond(1 << 20),
+        pytest.raises(ConfigError, match=r"limited to 1 MiB: .*`ulimit -f unlimited`"),
+    ):
+        if actor is None:
+            started_learner(model_path, tmp_path)
+        else:
+            actor.receive(Capture())
 
 
 def test_killed_writer_costs_one_checkpoint_of_a_learner(
