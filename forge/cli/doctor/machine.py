@@ -33,6 +33,7 @@ INSTALL = (
     f"Run `make setup`, or pip install '{DISTRIBUTION}[all]'; the host of one service needs its "
     f"extra alone, e.g. '{DISTRIBUTION}[gateway]'."
 )
+_COMPLETE = "Give this process a complete /dev, /proc and /sys, and the right to fork."
 _GATEWAY = "services.gateway"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TORCH = """
@@ -94,7 +95,7 @@ def attempted(subject: str, check: Callable[[], Finding | Iterable[Finding]]) ->
         yield Finding(
             ok=False,
             text=f"{subject}: the check failed: {reason}",
-            remedy="Give this process a complete /dev, /proc and /sys, and the right to fork.",
+            remedy=_COMPLETE,
         )
 
 
@@ -156,10 +157,13 @@ def _torch() -> Finding:
     tried = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
     if tried.returncode:
         reason = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
+        # torch opens /dev/urandom at its import.
+        of_host = any(path in reason for path in ("/dev/", "/proc/", "/sys/"))
+        again = "Reinstall it: pip install --force-reinstall --no-deps torch"
         return Finding(
             ok=False,
             text=f"torch cannot be imported: {reason}",
-            remedy="Reinstall it: pip install --force-reinstall --no-deps torch",
+            remedy=_COMPLETE if of_host else again,
         )
     version, *gpus = tried.stdout.strip().split(", ")
     driver = _DRIVER.exists()

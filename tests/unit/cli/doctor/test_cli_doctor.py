@@ -62,6 +62,24 @@ def test_absent_torch_is_to_install_and_not_to_reinstall(monkeypatch: pytest.Mon
     assert "pip install 'forge-rl[all]'" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("Unable to open /dev/urandom", "Give this process a complete /dev"),
+        ("/opt/torch/lib/libtorch.so: undefined symbol: at", "Reinstall it"),
+    ],
+)
+def test_remedy_of_a_failed_torch_fits_its_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str, remedy: str
+) -> None:
+    """pip cannot mend a container without devices."""
+    (tmp_path / "torch.py").write_text(f"raise RuntimeError({error!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = doctor._torch()
+    assert finding.text == f"torch cannot be imported: RuntimeError: {error}"
+    assert finding.remedy.startswith(remedy)
+
+
 def test_check_that_fails_itself_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without /dev or /proc, as in a bare container: the other checks follow, with no traceback."""
 
