@@ -184,6 +184,7 @@ class TrainerConfig(ServiceConfig):
         self._check_devices()
         self._check_parts()
         if self.weight_group.backend != "off":
+            # It imports gRPC, which `--help` does without.
             from forge.runtime.weights.group_process import require_private
 
             require_private(self.weight_group, self)

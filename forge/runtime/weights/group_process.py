@@ -43,10 +43,10 @@ def group_way(backend: str) -> str:
 
 
 def require_private(settings: WeightGroupSettings, config: ServiceConfig) -> None:
-    """Raises `ConfigError` if the settings are of a network where weights need encryption, which
-    groups do not have with TLS either."""
+    """For groups that are not off: raises `ConfigError` on a network where weights need encryption,
+    which groups do not have with TLS either."""
     host = config.advertise_host or config.host
-    if settings.backend != "off" and not config.insecure and not is_loopback(host):
+    if not config.insecure and not is_loopback(host):
         raise ConfigError(
             f"weight_group.backend = {settings.backend} sends weights without encryption, and "
             f"{host!r} is not a loopback address: use a private network and set insecure = true, "

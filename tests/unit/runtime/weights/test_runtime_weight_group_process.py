@@ -107,7 +107,6 @@ def test_network_that_others_see_needs_insecure() -> None:
     )
     require_private(SETTINGS, replace(config, insecure=True))
     require_private(SETTINGS, ServiceConfig())
-    require_private(WeightGroupSettings(), config)
 
 
 def test_group_listens_on_the_interface_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
