@@ -23,10 +23,10 @@ from services.gateway.actors.session import SessionSettings
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.prompt import SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
-from services.gateway.model.encode_threads import EncodeThreads
 from services.gateway.sessions import Session, SessionLimits, Sessions
 from tests.support.gateway.chat_templates import make_model
 from tests.support.gateway.limits import admission_of
+from tests.support.gateway.session_settings import session_settings
 from tests.support.runtime.waiting import settle, until
 
 TIMEOUT_S = 60.0
@@ -104,14 +104,12 @@ async def make(shard: Shard) -> AsyncIterator[Make]:
     system = ActorSystem("test")
 
     def settings(writer: ActorRef, grown: Callable[[str, int], None]) -> SessionSettings:
-        return SessionSettings(
-            model=make_model("chatml"),
+        return session_settings(
+            writer,
             fetch=shard.fetch,
             stored=shard.stored,
-            writer=writer,
             set_size=grown,
-            clock=lambda: 0.0,
-            threads=EncodeThreads(1),
+            model=make_model("chatml"),
         )
 
     def made(*, sessions: int = 100, session_bytes: int = 1 << 30) -> Sessions:

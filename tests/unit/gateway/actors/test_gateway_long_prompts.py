@@ -20,12 +20,13 @@ from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.actors.messages import BeginCall, DraftPrompt
 from services.gateway.actors.prompts import LARGE_REQUEST_BYTES, LARGE_TEXT_CHARS
-from services.gateway.actors.session import SessionActor, SessionSettings
+from services.gateway.actors.session import SessionActor
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.prompt import Prompt
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.model.encode_threads import EncodeThreads
 from tests.support.gateway.chat_templates import make_model
+from tests.support.gateway.session_settings import session_settings
 
 TIMEOUT_S = 60.0
 MIB = 1 << 20
@@ -59,10 +60,6 @@ class Texts:
         return 1, self.encode(text)
 
 
-async def none_stored(_: Claims) -> Any:
-    return None
-
-
 @pytest_asyncio.fixture
 async def actors() -> AsyncIterator[ActorSystem]:
     system = ActorSystem("test")
@@ -73,15 +70,7 @@ async def actors() -> AsyncIterator[ActorSystem]:
 async def session(actors: ActorSystem, texts: Texts, name: str, tenant: str = "") -> ActorRef:
     claims = Claims(subject=name, scopes=frozenset({"session"}), trajectory_id=name, tenant=tenant)
     writer: Any = SimpleNamespace(ask=lambda *_, **__: none_waiting())
-    settings = SessionSettings(
-        model=texts,  # type: ignore[arg-type]
-        fetch=none_stored,
-        stored=none_stored,
-        writer=writer,
-        set_size=lambda *_: None,
-        clock=lambda: 0.0,
-        threads=ONE_THREAD,
-    )
+    settings = session_settings(writer, model=texts, threads=ONE_THREAD)
     return await actors.spawn(lambda: SessionActor(claims, settings), name=name)
 
 

@@ -34,8 +34,7 @@ from services.gateway.conversation.handles import Handle, deletion
 from services.gateway.conversation.prompt import Prompt, SampledAnswer
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.errors import SessionClosed
-from services.gateway.model.encode_threads import EncodeThreads
-from tests.support.gateway.chat_templates import make_model
+from tests.support.gateway.session_settings import session_settings
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
 TIMEOUT_S = 60.0
@@ -90,14 +89,12 @@ class World(ActorRef):
         self.size_bytes = size_bytes
 
     def settings(self) -> SessionSettings:
-        return SessionSettings(
-            model=make_model("chatml", context_tokens=64),
+        return session_settings(
+            self,
             fetch=self.fetch,
             stored=self.count,
-            writer=self,
             set_size=self.grown,
             clock=lambda: self.now_s,
-            threads=EncodeThreads(1),
         )
 
 

@@ -11,11 +11,10 @@ import pytest
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.security.tokens import Claims
 from services.gateway.actors.messages import IsBusy, StartClose
-from services.gateway.actors.session import SessionActor, SessionSettings
+from services.gateway.actors.session import SessionActor
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.http.relay import Relay
-from services.gateway.model.encode_threads import EncodeThreads
-from tests.support.gateway.chat_templates import make_model
+from tests.support.gateway.session_settings import session_settings
 
 CLAIMS = Claims(subject="t:0:0", scopes=frozenset({"session"}), trajectory_id="t:0:0")
 TIMEOUT_S = 60.0
@@ -31,28 +30,15 @@ class Surroundings(ActorRef):
         self.asked.set()
         await self.may_answer.wait()
 
-    async def count(self, _: Claims) -> int:
-        return 0
-
     async def ask(self, message: Any, *, timeout_s: float) -> Any:
         return []
-
-    def settings(self) -> SessionSettings:
-        return SessionSettings(
-            model=make_model("chatml", context_tokens=64),
-            fetch=self.fetch,
-            stored=self.count,
-            writer=self,
-            set_size=lambda *_: None,
-            clock=lambda: 0.0,
-            threads=EncodeThreads(1),
-        )
 
 
 async def test_agent_that_leaves_while_its_call_begins_does_not_block_the_close() -> None:
     """The session reads the pool before its first call, and begins the call afterwards."""
     around, system = Surroundings(), ActorSystem("test")
-    actor = await system.spawn(lambda: SessionActor(CLAIMS, around.settings()), name="session")
+    settings = session_settings(around, fetch=around.fetch)
+    actor = await system.spawn(lambda: SessionActor(CLAIMS, settings), name="session")
     session: Any = SimpleNamespace(actor=actor)
     api: Any = SimpleNamespace(timeout_s=TIMEOUT_S, name="judge")
     relay = Relay(session, api, b"{}", path="/v1/x", arrived=Moment(at_s=0.0, unix_s=1e6))
