@@ -22,6 +22,7 @@ from forge.agents.environments.base import Domain
 from forge.agents.environments.split import held_out_payloads, training_payload
 from forge.agents.plugins import load_attribute
 from forge.client.operator import Operator
+from forge.core.errors import ForgeError
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1.common_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, Task
@@ -54,7 +55,7 @@ async def main(options: argparse.Namespace) -> None:
     run: Path = options.directory.resolve()
     name: str = options.domain
     domain = load_attribute(name)() if ":" in name else get_domain(name)
-    tag = f"{domain.name}-{int(time.time())}"
+    tag = f"{domain.name}-{time.time_ns()}"
     tasks = make_tasks(
         domain, options.tasks, group_size=options.rollouts, tag=tag, train=options.train
     )
@@ -83,4 +84,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if not (options.directory / "etcd.endpoints").exists():
         parser.error(f"no `forge up` runs in {options.directory}; name the directory it printed")
-    asyncio.run(main(options))
+    try:
+        asyncio.run(main(options))
+    except ForgeError as error:
+        parser.error(str(error))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from forge.core.errors import (
     NotFound,
     Unavailable,
 )
+from forge.core.extras import place_of
 from forge.core.queue.dispatch.failures import FailureKind, abandon_reason, kind_of_error
 from forge.runtime.telemetry import log
 from forge.runtime.tracing import as_current, span_of_rollout
@@ -258,9 +260,17 @@ def _number(payload: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _failed(result: RolloutResult, error: Exception) -> None:
-    """Stores the failure in the result; errors of user code include their type."""
+    """Stores the failure in the result; errors of user code include their type and place."""
     text = str(error)
     if not isinstance(error, ForgeError | _Permanent | _NoTurn | OutOfTime):
-        text = f"{type(error).__name__}: {text}"
+        place = place_of(error) if _is_foreign(error) else ""
+        text = f"{type(error).__name__}: {text}"[: ERROR_CHARS - len(place)] + place
     result.error = text[:ERROR_CHARS] or type(error).__name__
     result.permanent = isinstance(error, _Permanent)
+
+
+def _is_foreign(error: Exception) -> bool:
+    """Whether the error was raised outside of this package: by an agent, a domain or a library. The
+    place of the error of a failed program is no news."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return not frame.f_globals.get("__name__", "").startswith("forge.agents.")

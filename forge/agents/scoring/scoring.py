@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.agents.environments.base import Domain, Episode, Reward, Transcript
-from forge.agents.rewards import RewardTask
+from forge.agents.rewards import NoReward, RewardTask, components
 from forge.agents.scoring.reward_pool import RewardPool
 from forge.client.reward_events import reward_event
-from forge.core.credit.rewards import check_value
-from forge.core.errors import ForgeError, InvalidArgument
+from forge.core.errors import ForgeError
 from forge.v1 import common_pb2 as pb
 
 
@@ -36,13 +35,20 @@ class Scorer:
         The components of a reward function are added to the domain's score; its outcome replaces
         the domain's.
         """
-        rewards = list(episode.score(transcript))
+        rewards = _checked(episode.score(transcript), domain.name)
         if domain.name in self._functions.domains:
             user_rewards = await self._functions.score(transcript, task)
             if any(reward.kind == "outcome" for reward in user_rewards):
                 rewards = [reward for reward in rewards if reward.kind != "outcome"]
-            rewards += user_rewards
+            rewards += _checked(user_rewards, domain.name)
         return _events(rewards, transcript.turns, domain.name)
+
+
+def _checked(returned: object, domain: str) -> list[Reward]:
+    try:
+        return components(returned, function=domain)
+    except NoReward as error:
+        raise ScoringError(f"domain {domain}: its score {error}") from None
 
 
 def _events(rewards: Sequence[Reward], turns: int, domain: str) -> list[pb.RewardEvent]:
@@ -50,10 +56,6 @@ def _events(rewards: Sequence[Reward], turns: int, domain: str) -> list[pb.Rewar
     if outcomes != 1:
         raise ScoringError(f"domain {domain} gave {outcomes} outcome rewards; must be exactly one")
     for reward in rewards:
-        try:
-            check_value(reward.name, reward.value)
-        except InvalidArgument as error:
-            raise ScoringError(f"domain {domain}: {error}") from None
         if not -1 <= reward.turn_index < turns:
             raise ScoringError(
                 f"domain {domain}: reward {reward.name} credits turn {reward.turn_index} of {turns}"
