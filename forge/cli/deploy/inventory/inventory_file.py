@@ -46,6 +46,8 @@ _RENDERED = frozenset(
     }
 )
 """Settings that follow from the rest of the inventory."""
+_PORTS = {"port": "FORGE_PORT", "metrics_port": "FORGE_METRICS_PORT"}
+"""Settings of one instance, with their variables."""
 _LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62})")
 _DURATION = re.compile(r"[0-9]+(\.[0-9]+)?[smhd]")
@@ -86,14 +88,21 @@ def _inventory(reader: TableReader, table: Table, release: str) -> Inventory:
     return Inventory(
         cluster=reader.text("", table, "cluster", "default", _NAME),
         release=release,
-        model=reader.text("", table, "model", "/var/lib/forge/models/policy"),
-        checkpoints=reader.text("", table, "checkpoints", ""),
+        model=_path(reader, table, "model", "/var/lib/forge/models/policy"),
+        checkpoints=_path(reader, table, "checkpoints", ""),
         min_trainer_hosts=reader.number("", table, "min_trainer_hosts", 0, (0, MOST_HOSTS)),
         certificate_days=reader.number("", table, "certificate_days", 365, (1, _MOST_DAYS)),
         hosts=_with_backups(found) if backup else found,
         settings=settings,
         backup=backup,
     )
+
+
+def _path(reader: TableReader, table: Table, key: str, default: str) -> str:
+    path = reader.text("", table, key, default)
+    if path and not path.startswith("/"):
+        reader.wrong(key, path, "an absolute path, the same on every host")
+    return path
 
 
 def _backup(reader: TableReader, table: Table) -> BackupTimers | None:
@@ -225,6 +234,12 @@ def _check_settings(reader: TableReader, prefix: str, table: Table) -> None:
                     f"{prefix}{service}.{key}",
                     value,
                     "it follows from the hosts of the inventory; remove it",
+                )
+            elif key in _PORTS:
+                reader.wrong(
+                    f"{prefix}{service}.{key}",
+                    value,
+                    f"each instance has its own; set {_PORTS[key]} in [hosts.NAME.env.INSTANCE]",
                 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,7 @@ def render(
     store = SecretStore(folder=out / SECRETS, rotate=rotate)
     secrets = store.load(inventory)
     rendered = [rendered_host(inventory, host, assets, secrets) for host in inventory.hosts]
+    raise_all([ConfigError(f"{source}: {line}") for one in rendered for line in _twice(one)])
     if check_settings:
         _check_settings(rendered, out / "settings.checked", source)
     try:
@@ -150,6 +151,20 @@ def _write(path: Path, content: bytes, mode: int) -> bool:
     unfinished.chmod(mode)
     unfinished.replace(path)
     return True
+
+
+def _twice(rendered: RenderedHost) -> Iterator[str]:
+    """Yield a line for each port that two units of a host have."""
+    owners: dict[int, str] = {}
+    for unit in rendered.manifest.units:
+        for port in unit.ports.values():
+            if (owner := owners.setdefault(port, unit.name)) != unit.name:
+                host = rendered.manifest.host
+                yield (
+                    f"hosts.{host}: {owner} and {unit.name} have the port {port}; "
+                    "set another one of one instance in [hosts.NAME.env.INSTANCE] (FORGE_PORT, "
+                    "FORGE_METRICS_PORT, FORGE_HTTP__PORT)"
+                )
 
 
 def _check_settings(rendered: list[RenderedHost], folder: Path, source: str) -> None:

@@ -206,6 +206,15 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
             HOST + SERVICES + "[settings.pool]\netcd = 'x'",
             "settings.pool.etcd = 'x' is not allowed: it follows from the hosts",
         ),
+        (
+            HOST + SERVICES + "[settings.pool]\nmetrics_port = 9",
+            "settings.pool.metrics_port = 9 is not allowed: each instance has its own; set "
+            "FORGE_METRICS_PORT in [hosts.NAME.env.INSTANCE]",
+        ),
+        (
+            "model = 'models/policy'\n" + HOST + SERVICES,
+            "model = 'models/policy' is not allowed: an absolute path, the same on every host",
+        ),
     ],
 )
 def test_wrong_inventory_is_one_line(text: str, line: str) -> None:

@@ -14,7 +14,7 @@ from forge.cli.credentials.certs_authority import Authority
 from forge.cli.deploy.render.render import rendered_hosts, rendered_inventory
 from forge.cli.deploy.render.rendered import Manifest, digest
 from forge.cli.main import app
-from forge.core.errors import InvalidArgument
+from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.security.tokens import Keyring
 from tests.support.deploy.inventories import TWO_HOSTS, rendered
 from tests.support.deploy.rendered_files import file, toml, variables
@@ -321,6 +321,32 @@ def test_wrong_setting_of_a_service_changes_no_host(tmp_path: Path) -> None:
     assert rendered(
         text.replace("disk_reserve ", "disk_reserve_bytes "), tmp_path / "out", check_settings=True
     ).changed
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            "[settings.gateway.http]\nport = 7211",
+            "hosts.alpha: forge-pool@1.service and forge-gateway@1.service have the port 7211",
+        ),
+        (
+            "[hosts.alpha.env.gateway-1]\nFORGE_PORT = '2379'",
+            "hosts.alpha: forge-etcd.service and forge-gateway@1.service have the port 2379",
+        ),
+    ],
+)
+def test_port_of_two_units_changes_no_host(tmp_path: Path, settings: str, line: str) -> None:
+    """The second unit would not start."""
+    text = f"""
+        [hosts.alpha]
+        address = "10.0.0.1"
+        services = {{ etcd = 1, pool = 1, gateway = 1 }}
+        {settings}
+    """
+    with pytest.raises(ConfigError, match=f"cluster.toml: {line}; set another one"):
+        rendered(text, tmp_path / "out")
+    assert not (tmp_path / "out/hosts/alpha").exists()
 
 
 def test_example_inventory_is_written_once_and_renders(tmp_path: Path) -> None:
