@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 SAFETENSORS_DTYPES = {
     "F64": "float64",
@@ -21,6 +25,36 @@ SAFETENSORS_DTYPES = {
 """torch's names of the types in safetensors files."""
 
 
+class HubPart(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors of a checkpoint on the hub that are ranges of a tensor; in JSON an array of these
+    fields."""
+
+    name: str
+    """Of the only one, or with `{}` in place of the number of each, from 0."""
+    shape: tuple[int, ...]
+    """Of each."""
+    start: int = 0
+    """First element of the first one."""
+    stride: int = 0
+    """Elements from the start of one to that of the next."""
+    count: int = 1
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Name and first element of each."""
+        if self.count == 1:
+            return [(self.name, self.start)]
+        return [
+            (self.name.replace("{}", str(number)), self.start + number * self.stride)
+            for number in range(self.count)
+        ]
+
+
+HubParts = dict[str, tuple[HubPart, ...]]
+"""By the name of a tensor: all of its elements. A tensor that is not here has its name and shape on
+the hub, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
     """A dense array and its name."""
@@ -31,3 +65,15 @@ class NamedTensor:
     shape: tuple[int, ...]
     data: bytes | memoryview
     """Little-endian, C order; one byte an item. Never changes."""
+    hub: tuple[HubPart, ...] = ()
+    """All of its data as tensors of a checkpoint on the hub; empty: not known."""
+
+    def in_hub_names(self) -> Iterator[NamedTensor]:
+        """Yield its tensors on the hub, as views of its data."""
+        data = memoryview(self.data)
+        item_bytes = data.nbytes // math.prod(self.shape)
+        for part in self.hub:
+            size = math.prod(part.shape)
+            for name, start in part.places:
+                view = data[start * item_bytes : (start + size) * item_bytes]
+                yield NamedTensor(name=name, dtype=self.dtype, shape=part.shape, data=view)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from forge.client.task_files import read_tasks
 from forge.core.errors import ConfigError, DataLoss, InvalidArgument, Unauthenticated
-from forge.core.named_tensor import NamedTensor
+from forge.core.named_tensor import HubPart, NamedTensor
 from forge.runtime.security.tokens import Claims, Keyring, narrow, sign_text
 from forge.runtime.settings import ServiceConfig, load, to_toml
 from forge.runtime.weights import TensorEntry, WeightAnnouncement, WeightManifest
@@ -50,6 +50,7 @@ STREAMED_MANIFEST = json.loads(
     WeightManifest(
         weight_version=3,
         tensors=(TensorEntry.of(NamedTensor(name="a", dtype="uint8", shape=(2,), data=b"ab")),),
+        hub={"a": (HubPart("h.{}.w", (1,), 0, 1, 2),)},
     ).encode()
 )
 LINEAGE = {"lineage": "l", "fence": 1, "step": 2, "checkpoint": "h:/c", "fingerprint": "f"}

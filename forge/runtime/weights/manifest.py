@@ -7,14 +7,16 @@ manifest. The manifest is streamed, like the tensors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import msgspec
 from xxhash import xxh3_64_digest
 
 from forge.core.errors import DataLoss
-from forge.core.named_tensor import NamedTensor
+from forge.core.named_tensor import HubPart, HubParts, NamedTensor
 from forge.runtime.stored_json import decode_stored
 from forge.runtime.weights.segments import Segment
 
@@ -128,6 +130,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """In the order in which they are sent."""
     probe: WeightProbe | None = None
     """None by a trainer that has no model in memory."""
+    hub: HubParts | None = None
+    """None: not known, or a tensor of the hub is no range of one of these."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -146,7 +150,15 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             tensor.check()
         if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
             raise DataLoss("the weight manifest is unreadable: a name is there twice")
+        if manifest.hub is not None:
+            _check_hub(manifest.tensors, manifest.hub)
         return manifest
+
+    def with_hub_names(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield tensors of this version with their parts on the hub, if these are known."""
+        for one in tensors:
+            own = (HubPart(one.name, one.shape),)
+            yield one if self.hub is None else replace(one, hub=self.hub.get(one.name, own))
 
 
 class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -226,6 +238,42 @@ class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_default
                 f"not {self.manifest}"
             )
         return WeightManifest.decode(encoded)
+
+
+def _check_hub(entries: Sequence[TensorEntry], hub: Mapping[str, Sequence[HubPart]]) -> None:
+    """Raises `DataLoss` unless the parts of each tensor have all of it once, under names that no
+    other has."""
+    names = {one.name for one in entries if one.name not in hub}
+    count = len(names)
+    for one in entries:
+        if one.name not in hub:
+            continue
+        found = _hub_names(one, hub[one.name])
+        names.update(found)
+        count += len(found)
+        if not found or len(names) != count:
+            raise DataLoss(
+                f"the weight manifest is unreadable: the names of {one.name} on the hub do not "
+                f"fit its shape {list(one.shape)} and {one.size_bytes} bytes, or are there twice"
+            )
+    if unknown := hub.keys() - {one.name for one in entries}:
+        raise DataLoss(f"the weight manifest is unreadable: it has no tensor {min(unknown)}")
+
+
+def _hub_names(entry: TensorEntry, parts: Sequence[HubPart]) -> list[str]:
+    """Names on the hub; none unless the parts have each element of the tensor once."""
+    elements, end = sum(part.count * math.prod(part.shape) for part in parts), 0
+    positive = all(min(*part.shape, part.count, 1) > 0 for part in parts)
+    # Before all are listed: a damaged count may be any number.
+    fits = 0 < elements <= entry.size_bytes and not entry.size_bytes % elements
+    if not positive or not fits or elements != math.prod(entry.shape):
+        return []
+    places = [(at, math.prod(one.shape), name) for one in parts for name, at in one.places]
+    for start, size, _ in sorted(places):
+        if start != end:
+            return []
+        end += size
+    return [name for *_, name in places]
 
 
 def _layout_line(name: str, dtype: str, shape: Iterable[int]) -> bytes:

@@ -173,6 +173,7 @@ class LearnerActor(ThreadActor):
             tensors=named_tensors(kept if probe_only else read),
             probe=probe,
             aliases=self._replica.tied_names(),
+            hub=self._replica.hub_parts,
             others=others,
             number=number,
         )

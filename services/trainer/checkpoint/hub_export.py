@@ -19,7 +19,6 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from forge.core.errors import InvalidArgument
 from forge.rl.model.hub_names import HubNames
@@ -54,7 +53,7 @@ class ExportOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def export(checkpoint: Path, out: Path, *, file_bytes: int = FILE_BYTES) -> ExportOutcome:
     """Write the model into the directory `out`, unless the hub has its names."""
     try:
-        hub = _hub_names(checkpoint)
+        hub = HubNames.of(checkpoint)
         if hub.own:
             return ExportOutcome()
         about = json.loads((checkpoint / PUBLISHED_FILE).read_text(encoding="utf-8"))
@@ -70,13 +69,6 @@ def export(checkpoint: Path, out: Path, *, file_bytes: int = FILE_BYTES) -> Expo
     except OSError as error:
         return ExportOutcome(error=error.strerror or str(error))
     return ExportOutcome(written=True)
-
-
-def _hub_names(checkpoint: Path) -> HubNames:
-    """Raises `InvalidArgument`, or one of transformers' errors for a configuration."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-    return HubNames(model)
 
 
 class _Reader:

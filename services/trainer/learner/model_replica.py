@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from services.trainer.learner.publication_probe import EXACT_EVERY, make_probe
 from services.trainer.learner.replica_checkpoint import ReplicaCheckpoint
 from services.trainer.learner.sharded_start import empty_model, fill_shards, place, without_weights
 from services.trainer.memory_plan import MOMENTS
-from services.trainer.model.full_weights import Trainee, load_model
+from services.trainer.model.full_weights import HubParts, Trainee, hub_parts, load_model
 from services.trainer.model.host_copies import host_copies
 from services.trainer.model.lora import LoraTrainee
 from services.trainer.model.placement import (
@@ -231,14 +232,12 @@ class ModelReplica:
 
     def _start_over(self) -> None:
         torch.manual_seed(self._config.seed)
-        model = self._load(self._model_path)
-        lora = self._config.lora
-        self._trainee = (
-            LoraTrainee(model, lora, model_path=self._model_path) if lora.rank else Trainee(model)
-        )
+        path, lora = self._model_path, self._config.lora
+        model = self._load(path)
+        self._trainee = LoraTrainee(model, lora, model_path=path) if lora.rank else Trainee(model)
         if self._config.recompute_activations:
             recompute(model, share=self._config.recompute_share)
-        policy = self._policy(model, self._model_path, balance_coef=self._config.balance_coef)
+        policy = self._policy(model, path, balance_coef=self._config.balance_coef)
         self._trainee.begin(self._config.seed)
         if self._config.compile_layers:
             compile_for_trees(model, autocast=policy.autocast)
@@ -247,7 +246,7 @@ class ModelReplica:
         reference = self._reference(policy)
         self._teacher = self._load_teacher()
         paths = {
-            f"model_path = {str(self._model_path)!r}": policy,
+            f"model_path = {str(path)!r}": policy,
             f"reference_path = {self._config.reference_path!r}": reference,
             f"teacher_path = {self._config.teacher_path!r}": self._teacher,
         }
@@ -375,6 +374,11 @@ class ModelReplica:
     def tied_names(self) -> Mapping[str, Sequence[str]]:
         """Further names of published tensors, by the published name."""
         return self._trainee.tied_names()
+
+    @cached_property
+    def hub_parts(self) -> HubParts | None:
+        """See `hub_parts`; the same for all publications."""
+        return hub_parts(self._model_path, self._trainee.shapes())
 
     @torch.no_grad()
     def probe(self) -> WeightProbe:

@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forge.core.errors import ConfigError, InvalidArgument, NotFound
+from forge.core.errors import ConfigError, InvalidArgument, NotFound, first_line
+from forge.core.named_tensor import HubParts
+from forge.rl.model.hub_names import HubNames
 from forge.rl.model.probe import check_config
 from forge.rl.model.shapes import difference
+from forge.runtime.telemetry import log
 
 OWN_DIRECTORY = "Give the run a checkpoint.dir of its own, or the settings it began with."
 """Advice for a checkpoint of another run."""
@@ -114,6 +117,17 @@ def check_family(model_path: str) -> None:
     # AttributeError: a dtype in config.json that torch does not have.
     except (InvalidArgument, OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"model_path = {model_path!r}: {error}") from error
+
+
+def hub_parts(path: Path, published: Mapping[str, Sequence[int]]) -> HubParts | None:
+    """See `HubNames.parts`, for the model in a directory; None, with the reason in the log, if
+    workers have to convert its published tensors themselves."""
+    try:
+        return HubNames.of(path).parts(published)
+    # transformers' errors for a configuration that only its own loading corrects.
+    except (InvalidArgument, OSError, ValueError, KeyError, AttributeError) as error:
+        log.info("hub_names_not_published", reason=first_line(error))
+        return None
 
 
 def own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from forge.core.errors import FailedPrecondition, StaleFence, Unavailable
-from forge.core.named_tensor import NamedTensor
+from forge.core.named_tensor import HubParts, NamedTensor
 from forge.runtime.telemetry import log
 from forge.runtime.weights import (
     HeldWeights,
@@ -49,6 +49,8 @@ class Snapshot:
     """Outputs of these weights, for engines to compare with."""
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further names of tied tensors, by the name of the tensor."""
+    hub: HubParts | None = None
+    """As in the manifest."""
     others: OtherRanks | None = None
     """The ranks that have the tensors after these; None: these are all."""
     number: int = 0
@@ -168,6 +170,7 @@ class Publisher:
             step=snapshot.step,
             tensors=(*own, *(entry for one in found for entry in one.entries)),
             probe=snapshot.probe,
+            hub=snapshot.hub,
         )
         encoded = await asyncio.to_thread(manifest.encode)
         announcement = WeightAnnouncement.of(

@@ -42,12 +42,18 @@ class Staged:
     as_published: bool
     """vLLM computes with the published values, in float32."""
     hub: HubNames | None
-    """None: vLLM gets the model's own names."""
+    """For tensors without names of the hub; None: vLLM gets the model's own names."""
     heads: tuple[NamedTensor, ...] = ()
     """Draft heads to draft with."""
 
     def loaded(self) -> Iterator[NamedTensor]:
-        """Yield what vLLM loads. Experts are copied, one layer at a time."""
+        """Yield what vLLM loads: views by the names of the manifest. If it has none, transformers
+        converts, and copies experts, one layer at a time."""
+        if all(tensor.hub for tensor in self.tensors):
+            for tensor in self.tensors:
+                yield from tensor.in_hub_names()
+            yield from self.heads
+            return
         own = {tensor.name: tensor for tensor in self.tensors}
         for name, one in _converted(self.hub, own, lambda name: from_named(own[name])):
             dtype, shape = NAMES[one.dtype], tuple(one.shape)
@@ -91,7 +97,10 @@ class Checkpoint:
             if tensor.is_floating_point() and not is_finite(tensor):
                 raise BrokenWeights(f"weights {version}: {name} has NaN or infinity")
             rounded |= tensor.is_floating_point() and tensor.dtype.itemsize < 4
-            staged.append(replace(tensors[name], name=weight.names[0]))
+            first = weight.names[0]
+            # The manifest has names for the published one of tied names.
+            hub = tensors[name].hub if name == first else ()
+            staged.append(replace(tensors[name], name=first, hub=hub))
         heads = self._heads.checked(tensors, version=version) if self._heads is not None else ()
         return Staged(
             version=version,

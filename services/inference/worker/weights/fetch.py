@@ -168,8 +168,11 @@ class WeightFetch:
             self.way = "bulk"
         WIRE_BYTES.inc(assembly.wire_bytes)
         VERSIONS.labels(self.way).inc()
+        tensors = tuple(assembly.tensors.values())
+        if self._manifest is not None:
+            tensors = tuple(self._manifest.with_hub_names(tensors))
         return HeldWeights(
-            tensors=tuple(assembly.tensors.values()),
+            tensors=tensors,
             manifest=self._encoded,
             deltas=TensorDeltas(base_version=assembly.base_version, by_name=assembly.deltas),
         )

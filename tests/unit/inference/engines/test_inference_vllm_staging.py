@@ -12,12 +12,15 @@ from transformers import AutoModelForCausalLM
 from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import InvalidArgument
+from forge.core.named_tensor import HubPart
+from forge.rl.model import hub_names
 from services.inference.engines.base import BrokenWeights, UnfitWeights
 from services.inference.engines.tensor_bytes import from_bytes
 from services.inference.engines.vllm import staging
 from services.inference.engines.vllm.exchange.shared_memory import open_shared
 from services.inference.engines.vllm.staging import Checkpoint, shared
 from tests.contract.engines import CONFIGS, ROUTED, published, reference
+from tests.support.inference.hub_parts import with_hub_names
 
 
 def checkpoint(family: str, *, served: torch.dtype = torch.float32) -> Checkpoint:
@@ -79,9 +82,12 @@ def test_shared_memory_has_every_tensor_with_its_checksum() -> None:
         open_shared(update["address"])
 
 
-def test_vllm_gets_experts_as_the_hub_has_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_vllm_gets_experts_as_the_hub_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
     """One by one, as transformers saves them: vLLM's loaders read checkpoints of the hub. A stack
-    is unknown to some of them."""
+    is unknown to some of them. With the manifest's names nothing is converted."""
     model = reference("qwen3_moe")
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
@@ -90,6 +96,9 @@ def test_vllm_gets_experts_as_the_hub_has_them(tmp_path: Path) -> None:
     chosen = checkpoint("qwen3_moe")
     described = [(name, "float32", list(one.shape)) for name, one in expected.items()]
     assert sorted(chosen.tensors) == sorted(described)
+    if named:
+        weights = with_hub_names(model, weights)
+        monkeypatch.setattr(hub_names, "revert_weight_conversion", None)
     with (
         shared(chosen.stage(weights, version=1)) as update,
         open_shared(update["address"]) as file,
@@ -103,14 +112,29 @@ def test_vllm_gets_experts_as_the_hub_has_them(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
+def test_tied_weights_under_their_second_name_are_converted() -> None:
+    """The names of the manifest are those of the published name."""
+    model = reference("qwen3")
+    weights = published(model)
+    tied = weights.pop("model.embed_tokens.weight")
+    weights["lm_head.weight"] = replace(tied, name="lm_head.weight")
+    weights = {name: replace(one, hub=(HubPart(name, one.shape),)) for name, one in weights.items()}
+    loaded = [one.name for one in checkpoint("qwen3").stage(weights, version=1).loaded()]
+    assert sorted(loaded) == sorted(published(model))
+
+
 def test_model_without_a_way_back_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM may know them; the log has the reason."""
+    """vLLM may know them; the log has the reason. A manifest with names needs none."""
 
     def refuses(_: object) -> None:
         raise InvalidArgument("no way back")
 
+    checkpoint_names = checkpoint("qwen3_moe").tensors
     monkeypatch.setattr(staging, "HubNames", refuses)
     weights = published(reference("qwen3_moe"))
     chosen = checkpoint("qwen3_moe")
     assert [name for name, *_ in chosen.tensors] == [*weights]
     assert [one.name for one in chosen.stage(weights, version=1).loaded()] == [*weights]
+    named = with_hub_names(reference("qwen3_moe"), weights)
+    loaded = {one.name for one in chosen.stage(named, version=1).loaded()}
+    assert loaded == {name for name, *_ in checkpoint_names}

@@ -82,8 +82,8 @@ class Fitting:
         return [memoryview(one.data).nbytes for one in self.tensors.values()]
 
     def loaded(self) -> Iterator[NamedTensor]:
-        """Yield the tensors as the checkpoint has them. Experts are copied, one layer at a time,
-        and quantized tensors, one at a time."""
+        """Yield the tensors as the checkpoint has them. With `names` experts are copied, one layer
+        at a time, and quantized tensors, one at a time."""
         found = iter(self.tensors.values())
         if self.names is not None:
             found = self.names.converted(self.tensors)
@@ -122,8 +122,8 @@ class Checkpoint:
         return ROUNDED_TOLERANCE if self.scales is None else self.scales.form.probe_tolerance
 
     def fit(self, tensors: Mapping[str, NamedTensor], *, version: int) -> Fitting:
-        """Return a version without draft heads that the library does not have, and the way from the
-        names of transformers to those of the checkpoint. Reads all tensors, so call it on a thread.
+        """Return a version without draft heads that the library does not have, by the names of the
+        checkpoint, or with the way to them. Reads all tensors, so call it on a thread.
 
         Raises `UnfitWeights` for other names, types or shapes, and for a tensor with too few or
         many bytes; `BrokenWeights` for NaN or infinity.
@@ -161,7 +161,10 @@ class Checkpoint:
         names = None
         converts = self.scales is not None or not self.quantization
         if converts and not found.keys() <= self.shapes.keys():
-            names = self._own_names(version)
+            if all(one.hub for one in found.values()):
+                found = {view.name: view for one in found.values() for view in one.in_hub_names()}
+            else:
+                names = self._own_names(version)
         if names is None:
             forms = {name: (one.dtype, one.shape) for name, one in found.items()}
             for tensor in found.values():

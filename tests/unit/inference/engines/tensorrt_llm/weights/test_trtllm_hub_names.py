@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +25,7 @@ from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.weights import buckets, own_names
 from services.inference.engines.tensorrt_llm.weights.checkpoint import read_checkpoint
 from tests.contract.engines import SHAPE, prompt_ids, published
+from tests.support.inference.hub_parts import with_hub_names
 from tests.support.inference.tensorrt_llm import both, core_of, started
 from tests.support.inference.tensorrt_llm_fake.behaviour import Behaviour
 from tests.support.inference.transformers_answers import greedy_of
@@ -51,12 +54,15 @@ def model_of(family: str, *, seed: int) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "named"), [*((one, False) for one in FAMILIES), ("mixtral", True)]
+)
 async def test_update_of_stacked_experts_equals_a_fresh_load(
-    behaviour: Behaviour, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    behaviour: Behaviour, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, named: bool
 ) -> None:
     """All ranks have the bits of a checkpoint of the new version, which arrive in several buckets,
-    and the engine answers like the model."""
+    and the engine answers like the model. With the names of the manifest (`named`) it needs no
+    conversion by transformers, which version 4 lacks."""
     monkeypatch.setattr(buckets, "MIB", 1 << 16)
     new = model_of(family, seed=1)
     model_of(family, seed=0).save_pretrained(tmp_path / "old")
@@ -64,6 +70,9 @@ async def test_update_of_stacked_experts_equals_a_fresh_load(
     fresh = load_file(tmp_path / "new" / "model.safetensors")
     tensors = published(new)
     assert tensors.keys() != fresh.keys()
+    if named:
+        tensors = with_hub_names(new, tensors)
+        monkeypatch.setitem(sys.modules, own_names.__name__, None)
     async with started(tmp_path / "old", Role.BOTH, tensor_parallel=2) as engine:
         await engine.load(tensors, version=1)
         for rank in core_of(engine).ranks:
@@ -71,6 +80,20 @@ async def test_update_of_stacked_experts_equals_a_fresh_load(
             assert all(torch.equal(one, fresh[name]) for name, one in rank.stored.items())
         ids = prompt_ids(20)
         assert (await both(engine).sample(ids)).ids == greedy_of(new, ids, 16)
+
+
+def test_named_tensor_of_another_size_or_shape_is_refused(tmp_path: Path) -> None:
+    """As every tensor, before a rank changes."""
+    model = model_of("mixtral", seed=0)
+    model.save_pretrained(tmp_path)
+    tensors = with_hub_names(model, published(model))
+    name, stack = next((name, one) for name, one in tensors.items() if ".experts." in name)
+    short = replace(stack, data=memoryview(stack.data)[:-4])
+    (first, *rest) = stack.hub
+    turned = msgspec.structs.replace(first, shape=first.shape[::-1])
+    for wrong in (short, replace(stack, hub=(turned, *rest))):
+        with pytest.raises(UnfitWeights, match=r"weights 1: .*block_sparse_moe.experts.0"):
+            read_checkpoint(str(tmp_path)).fit({**tensors, name: wrong}, version=1)
 
 
 def test_names_without_a_way_to_the_hub_are_refused(tmp_path: Path) -> None:
