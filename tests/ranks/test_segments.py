@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from forge.core.errors import Unavailable
 from forge.rl.config import OptimizerConfig
@@ -95,8 +96,8 @@ async def subscriber(trainer: Trainer) -> AsyncIterator[Worker]:
 async def test_worker_gets_the_gathered_weights_from_all_ranks(
     tmp_path: Path, family: str, lora: int, mesh: MeshSettings
 ) -> None:
-    """Bit for bit, with their tied names, and again as deltas after a step; rank 0 keeps a share
-    alone."""
+    """Bit for bit, with their tied names and those of the hub, and again as deltas after a step;
+    rank 0 keeps a share alone."""
     ranks = mesh.dp_replicate * mesh.dp_shard * mesh.tp
     trainer = Trainer(
         tmp_path,
@@ -120,6 +121,9 @@ async def test_worker_gets_the_gathered_weights_from_all_ranks(
             assert len(trainer.announced.segments) == ranks
             async with subscriber(trainer) as worker:
                 assert await worker.until_serving(1) == expected
+                received = worker.follower.weights[1].tensors
+                named = {one.name for tensor in received for one in tensor.in_hub_names()}
+                assert named == load_file(tmp_path / "model" / "model.safetensors").keys()
                 trainer.step()
                 stepped = trainer.gathered()
                 await publisher.publish(trainer.actor.receive(TakeSnapshot(step=1)))
