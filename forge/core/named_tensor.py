@@ -71,7 +71,7 @@ class NamedTensor:
     def in_hub_names(self) -> Iterator[NamedTensor]:
         """Yield its tensors on the hub, as views of its data."""
         data = memoryview(self.data)
-        item_bytes = data.nbytes // math.prod(self.shape)
+        item_bytes = data.nbytes // max(1, math.prod(self.shape))
         for part in self.hub:
             size = math.prod(part.shape)
             for name, start in part.places:

@@ -26,6 +26,16 @@ from forge.runtime.telemetry import log
 
 OWN_DIRECTORY = "Give the run a checkpoint.dir of its own, or the settings it began with."
 """Advice for a checkpoint of another run."""
+_NO_OUTLINE = (
+    OSError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    TypeError,
+    ImportError,
+)
+"""transformers' errors for a model that it can load, but not build without memory."""
 
 
 class Trainee:
@@ -124,9 +134,8 @@ def hub_parts(path: Path, published: Mapping[str, Sequence[int]]) -> HubParts | 
     workers have to convert its published tensors themselves."""
     try:
         return HubNames.of(path).parts(published)
-    # transformers' errors for a configuration that only its own loading corrects.
-    except (InvalidArgument, OSError, ValueError, KeyError, AttributeError) as error:
-        log.info("hub_names_not_published", reason=first_line(error))
+    except (InvalidArgument, *_NO_OUTLINE) as error:
+        log.info("hub_names_not_published", reason=first_line(repr(error)))
         return None
 
 
