@@ -1,8 +1,7 @@
 """One copy of model and optimizer: each rank of the learner holds one.
 
-Owns building the copy from the settings and carrying out orders on it.
-`services.trainer.actors.learner` gives the orders; `services.trainer.learner.rank_processes` sends
-them to the other ranks.
+Owns its construction from settings and the execution of orders: `services.trainer.actors.learner`
+gives them, `services.trainer.learner.rank_processes` sends them to the other ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.named_tensor import HubParts
 from forge.core.routes import RouteShape
 from forge.rl.device import device_of
 from forge.rl.learner.batch_plan import BatchPlan
@@ -40,7 +40,7 @@ from services.trainer.learner.publication_probe import EXACT_EVERY, make_probe
 from services.trainer.learner.replica_checkpoint import ReplicaCheckpoint
 from services.trainer.learner.sharded_start import empty_model, fill_shards, place, without_weights
 from services.trainer.memory_plan import MOMENTS
-from services.trainer.model.full_weights import HubParts, Trainee, hub_parts, load_model
+from services.trainer.model.full_weights import Trainee, hub_parts, load_model
 from services.trainer.model.host_copies import host_copies
 from services.trainer.model.lora import LoraTrainee
 from services.trainer.model.placement import (

@@ -27,13 +27,7 @@ from forge.runtime.telemetry import log
 OWN_DIRECTORY = "Give the run a checkpoint.dir of its own, or the settings it began with."
 """Advice for a checkpoint of another run."""
 _NO_OUTLINE = (
-    OSError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-    TypeError,
-    ImportError,
+    *(OSError, ValueError, LookupError, AttributeError, RuntimeError, TypeError, ImportError),
 )
 """transformers' errors for a model that it can load, but not build without memory."""
 
