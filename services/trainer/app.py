@@ -49,7 +49,7 @@ from services.trainer.leadership.lineage import WORKERS, Lineage
 from services.trainer.learner.batch_reading import batch_reading
 from services.trainer.learner.reading_ranks import DataGroupReaders
 from services.trainer.model.placement import computed_type
-from services.trainer.published.files import HeldFiles
+from services.trainer.published.files import HELD_DIRECTORY, HeldFiles, VersionNumber
 from services.trainer.published.groups import WeightGroups
 from services.trainer.published.local_copies import LocalCopies
 from services.trainer.published.publisher import Publisher
@@ -173,7 +173,7 @@ class TrainerApp:
         )
 
     async def _spawn_steering(self, lineage: Lineage) -> ActorRef:
-        files = HeldFiles(Path(self._config.checkpoint.dir) / "held")
+        files = HeldFiles(Path(self._config.checkpoint.dir) / HELD_DIRECTORY)
         bulk = BulkClient(self._context.security, enabled=self._config.bulk.enabled)
         client = WeightClient(self._context.channels, bulk, silence_s=SILENCE_S)
         return await self._context.actors.spawn(
@@ -262,7 +262,12 @@ class TrainerApp:
     def _make_publisher(self, floor: int) -> Publisher:
         coordinator = self._context.coordinator
         return Publisher(
-            coordinator, self._versions, source=self._address, floor=floor, copies=self._copies
+            coordinator,
+            self._versions,
+            source=self._address,
+            floor=floor,
+            copies=self._copies,
+            number=VersionNumber(Path(self._config.checkpoint.dir)),
         )
 
     def _make_groups(self) -> WeightGroups | None:

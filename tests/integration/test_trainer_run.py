@@ -51,6 +51,7 @@ async def test_run_trains_every_batch_and_finishes(stack: Stack, coordinator: Co
         "step-00000002",
         "step-00000003",
         "token-values",
+        "weight-version",
     ]
     # The last step's weights are version 4, the kept model read back from its files version 5.
     manifest = await stack.client.until_version(5)

@@ -1,11 +1,13 @@
-"""Files of held versions: a hold survives the restart of its trainer.
+"""Files of published versions: holds and numbers survive the restart of a trainer.
 
-One directory a version, written beside, fsynced and renamed: it is complete or absent. The data is
-mapped, not read: a held version takes no memory.
+One directory a held version, written beside, fsynced and renamed: it is complete or absent. The
+data is mapped, not read: a held version takes no memory.
 
     tensors.bin         data of all tensors, in the manifest's order
     manifest.json       as it was published
     published.json      announcement and time of publication
+
+One file has the highest number of all versions.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import mmap
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from forge.core.errors import DataLoss, ResourceExhausted
 from forge.core.named_tensor import NamedTensor
+from forge.runtime.files.private import replace_private_file
 from forge.runtime.files.sync import sync
 from forge.runtime.weights import (
     HeldWeights,
@@ -30,16 +33,43 @@ from forge.runtime.weights import (
 )
 from services.trainer.published.versions import PublishedVersion
 
+HELD_DIRECTORY = "held"
+"""In `checkpoint.dir`."""
 _PREFIX = "version-"
 _UNFINISHED = ".unfinished"
 _TENSORS = "tensors.bin"
 _MANIFEST = "manifest.json"
 _PUBLISHED = "published.json"
+_NUMBER = "weight-version"
 
 
 class _Published(msgspec.Struct, frozen=True, kw_only=True):
     announcement: WeightAnnouncement
     published_unix_s: float
+
+
+class VersionNumber:
+    """The highest number that trainers with one `checkpoint.dir` have given to weights.
+
+    An etcd that is restored from an older snapshot has a lower one, and workers with newer weights
+    may be away when a trainer starts.
+    """
+
+    def __init__(self, checkpoints: Path) -> None:
+        self._file = checkpoints / _NUMBER
+        self._held = checkpoints / HELD_DIRECTORY
+
+    def highest(self) -> int:
+        """The number; 0 without one."""
+        found = [path.name.removeprefix(_PREFIX) for path in self._held.glob(f"{_PREFIX}*")]
+        with suppress(OSError, UnicodeDecodeError):
+            found.append(self._file.read_text().strip())
+        return max((int(number) for number in found if number.isdecimal()), default=0)
+
+    def raise_to(self, version: int) -> None:
+        """Store `version` durably if it is higher. Raises `OSError`."""
+        if version > self.highest():
+            replace_private_file(self._file, f"{version}\n")
 
 
 class HeldFiles:

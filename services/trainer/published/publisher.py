@@ -28,6 +28,7 @@ from forge.runtime.weights import (
     manifest_key,
 )
 from services.trainer.metrics import WEIGHT_SEGMENTS, WEIGHT_VERSION
+from services.trainer.published.files import VersionNumber
 from services.trainer.published.local_copies import LocalCopies, Rest
 from services.trainer.published.segments import OtherRanks, segments_of
 from services.trainer.published.versions import PublishedVersion, PublishedVersions
@@ -85,13 +86,15 @@ class Publisher:
         source: str,
         floor: int,
         copies: LocalCopies | None = None,
+        number: VersionNumber | None = None,
     ) -> None:
         """`source` is this trainer's address; `floor` the highest version that may be in use;
-        `copies` writes versions to files, too."""
+        `copies` writes versions to files, too; `number` is on the trainer's disk."""
         self._register = register
         self._versions = versions
         self._source = source
-        self._floor = floor
+        self._floor = max(floor, number.highest()) if number is not None else floor
+        self._number = number
         self._copies = copies
         self.version = 0
         """Newest version announced for certain; 0 before the first."""
@@ -162,6 +165,7 @@ class Publisher:
     async def _prepare(self, snapshot: Snapshot, version: int) -> WeightAnnouncement:
         """Hold the snapshot as a version, before it is announced: workers fetch as soon as they
         observe it. Raises `Unavailable` when a rank is lost."""
+        await self._note(version)
         own = await asyncio.to_thread(snapshot.entries)
         others = snapshot.others
         found = await others.described(snapshot.number) if others is not None else ()
@@ -193,6 +197,15 @@ class Publisher:
         segment = range(len(own)) if others is not None else None
         self._versions.add(version, HeldWeights(tensors=tensors, manifest=encoded, segment=segment))
         return announcement
+
+    async def _note(self, version: int) -> None:
+        if self._number is None:
+            return
+        try:
+            await asyncio.to_thread(self._number.raise_to, version)
+        except OSError as error:
+            # etcd, workers and checkpoints know the number, too.
+            log.warning("weight_version_not_noted", weight_version=version, error=str(error))
 
     async def _keep(self, others: OtherRanks | None) -> None:
         """Drop the versions that are no longer held."""

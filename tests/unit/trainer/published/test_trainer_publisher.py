@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from xxhash import xxh3_64_digest
 from forge.core.errors import NotFound, Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.weights import WeightManifest, content_digest
+from services.trainer.published.files import HELD_DIRECTORY, VersionNumber
 from services.trainer.published.publisher import Publisher, Snapshot, Superseded
 from services.trainer.published.versions import PublishedVersions
 from tests.support.trainer.published_weights import FakeRegister, fetch, snapshot
@@ -60,6 +62,53 @@ async def test_restarted_trainer_continues_the_weight_versions() -> None:
         await publisher(register).publish(snapshot(step))
     assert await publisher(register, source="host:2").publish(snapshot(0)) == 4
     assert await publisher(FakeRegister(), floor=9).publish(snapshot(0)) == 10
+
+
+async def test_restarted_trainer_continues_above_its_versions_that_etcd_has_forgotten(
+    tmp_path: Path,
+) -> None:
+    """etcd is restored from an older snapshot, the newest checkpoint is older, and no worker is in
+    discovery: a worker that returns with such a version would keep other weights."""
+
+    def started(register: FakeRegister) -> Publisher:
+        return Publisher(
+            register,
+            PublishedVersions(kept=2),
+            source="host:1",
+            floor=1,
+            number=VersionNumber(tmp_path),
+        )
+
+    register = FakeRegister()
+    own = started(register)
+    assert [await own.publish(snapshot(step)) for step in range(2)] == [2, 3]
+    register.away = True
+    with pytest.raises(Unavailable):
+        await own.publish(snapshot(2))
+    register.away, register.lose_answer = False, True
+    with pytest.raises(Unavailable):
+        await own.publish(snapshot(3))
+    assert await started(FakeRegister()).publish(snapshot(0)) == 5
+    (tmp_path / HELD_DIRECTORY / "version-00000009").mkdir(parents=True)
+    assert await started(FakeRegister()).publish(snapshot(0)) == 10
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"-3", b"many"])
+async def test_number_on_a_damaged_disk_stops_no_publication(
+    tmp_path: Path, content: bytes
+) -> None:
+    """etcd has it, too."""
+    (tmp_path / "weight-version").write_bytes(content)
+    for directory, found in ((tmp_path, 1), (tmp_path / "absent", 0)):
+        own = Publisher(
+            FakeRegister(),
+            PublishedVersions(kept=2),
+            source="host:1",
+            floor=0,
+            number=VersionNumber(directory),
+        )
+        assert await own.publish(snapshot(0)) == 1
+        assert VersionNumber(directory).highest() == found
 
 
 async def test_version_with_an_unknown_outcome_is_never_used_again() -> None:
