@@ -339,26 +339,28 @@ class Training(Actor):
         return self._saving
 
     async def _written(self, write: WriteCheckpoint) -> Path:
-        began_s = self._now_s()
+        began_s, step, version = self._now_s(), write.step, write.weight_version
         try:
             path: Path = await self._writer.ask(write, timeout_s=UNBOUNDED_S)
         except ResourceExhausted as error:
             # Training continues; the next step retries, and the line is not repeated.
             if not self._failing:
-                log.error("checkpoint_failed", step=write.step, error=str(error))
+                log.error("checkpoint_failed", step=step, error=str(error))
             self._failing = True
             metrics.CHECKPOINT_FAILING.set(1)
             raise
+        # Not kept during the copy: the next checkpoint uses its memory.
+        del write
         self._failing = False
-        self._record.checkpoint_step = write.step
+        self._record.checkpoint_step = step
         self._checkpoint = path
-        await self._lineage.saved(path, step=write.step, weight_version=write.weight_version)
+        await self._lineage.saved(path, step=step, weight_version=version)
         # Only now: until then the record names an older checkpoint.
         prune = Prune(recorded=self._lineage.recorded_step)
         self._record.oldest_checkpoint_step = await self._writer.ask(prune, timeout_s=UNBOUNDED_S)
         write_s = self._now_s() - began_s
-        metrics.show_checkpoint(write.step, write_s)
-        log.info("checkpoint_saved", step=write.step, path=str(path), write_s=round(write_s, 3))
+        metrics.show_checkpoint(step, write_s)
+        log.info("checkpoint_saved", step=step, path=str(path), write_s=round(write_s, 3))
         if self._config.checkpoint.copy_to:
             await self._writer.ask(CopyOut(path=path), timeout_s=UNBOUNDED_S)
         return path

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,12 @@ from forge.rl.learner.types import StepResult
 from forge.rl.losses.stats import PolicyStats
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
-from services.trainer.actors.checkpointing import FlushCheckpoints, Prune, WriteCheckpoint
+from services.trainer.actors.checkpointing import (
+    CopyOut,
+    FlushCheckpoints,
+    Prune,
+    WriteCheckpoint,
+)
 from services.trainer.actors.learner import CheckReaders, Restore, TakeSnapshot
 from services.trainer.actors.training import Advance, Training
 from services.trainer.batches.batch_source import LeasedBatch, PreparedBatch
@@ -43,6 +49,10 @@ class World:
     saved: Checkpoint | None = None
     disk: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the disk answers."""
+    remote: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while `checkpoint.copy_to` answers."""
+    captured: Callable[[], object | None] = lambda: None
+    """The newest contents of a checkpoint, as long as anything keeps them."""
     etcd: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while etcd answers."""
     batches: int = 100
@@ -73,6 +83,10 @@ class World:
         self.now_s += self.takes_s.get(event.split()[0], 0.0)
 
 
+class Captured:
+    """The contents of a checkpoint."""
+
+
 class FakeLearner(Actor):
     def __init__(self, world: World) -> None:
         self._world = world
@@ -100,7 +114,9 @@ class FakeLearner(Actor):
                 return Snapshot(step=step, tensors=[])
             case Capture():
                 world.spend("capture")
-                return None
+                contents = Captured()
+                world.captured = weakref.ref(contents)
+                return contents
             case CheckReaders():
                 world.do("check_readers")
                 return None
@@ -126,6 +142,10 @@ class FakeWriter(Actor):
                     history=history.until(step),
                 )
                 return self._world.saved.path
+            case CopyOut(path=path):
+                self._world.do(f"copy {path}")
+                await self._world.remote.wait()
+                return None
             case FlushCheckpoints() | Prune():
                 return self._world.saved.step if self._world.saved else 0
         return await super().receive(message)
@@ -240,7 +260,7 @@ class Run:
 
 @asynccontextmanager
 async def run_in(
-    world: World, *, max_steps: int, clock: RunClock | None = None
+    world: World, *, max_steps: int, clock: RunClock | None = None, copy_to: str = ""
 ) -> AsyncIterator[Run]:
     """One trainer process, which saves a checkpoint every second step."""
     actors = ActorSystem("test")
@@ -253,7 +273,9 @@ async def run_in(
     lineage: Any = FakeLineage()
     training = await actors.spawn(
         lambda: Training(
-            TrainerConfig(max_steps=max_steps, checkpoint=CheckpointSettings(every_steps=2)),
+            TrainerConfig(
+                max_steps=max_steps, checkpoint=CheckpointSettings(every_steps=2, copy_to=copy_to)
+            ),
             learner=learner,
             writer=writer,
             source=source,

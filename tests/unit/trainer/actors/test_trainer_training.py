@@ -17,6 +17,7 @@ from services.trainer.batches.reading import ReadersLost
 from services.trainer.checkpoint.history import Entry
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.published.publisher import Superseded
+from tests.support.runtime.waiting import until
 from tests.support.trainer.world import (
     Run,
     World,
@@ -242,6 +243,18 @@ async def test_failed_publication_beside_a_step_ends_the_run(run: Run) -> None:
     with pytest.raises(Superseded):
         await run.training.ask(Advance(), timeout_s=30)
     assert run.world.events == []
+
+
+async def test_contents_of_a_checkpoint_are_not_kept_during_its_copy() -> None:
+    """They are durable on this disk; a slow `checkpoint.copy_to` costs no memory."""
+    world = World()
+    world.disk.set()
+    async with run_in(world, max_steps=3, copy_to="memory://run") as run:
+        for _ in range(4):
+            await run.training.ask(Advance(), timeout_s=30)
+        await until(lambda: "copy /saved" in world.events)
+        assert run.record.checkpoint_step == 2 and world.captured() is None
+        world.remote.set()
 
 
 async def test_full_disk_does_not_stop_training(run: Run) -> None:
