@@ -123,9 +123,10 @@ class HubNames:
         shapes = [self._shapes[name] for name in names]
         few = [(*one[:-1], min(one[-1], _WIDTH)) if one[1:] else one for one in shapes]
         ends = [0, *accumulate(map(math.prod, few))]
+        run = torch.arange(ends[-1])
         numbers = {
-            name: torch.arange(*span).view(one)
-            for name, span, one in zip(names, pairwise(ends), few, strict=True)
+            name: run[start:end].view(one)
+            for name, (start, end), one in zip(names, pairwise(ends), few, strict=True)
         }
         empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
         reverted, wanted = self._reverted(numbers, names), _shapes(self._reverted(empty, names))
@@ -137,8 +138,7 @@ class HubNames:
             shape = found.shape
             if shapes[own] != few[own] and shape[-1:] == few[own][-1:]:
                 shape = torch.Size((*shape[:-1], shapes[own][-1]))
-            run = torch.arange(start, end)
-            in_order = found.dtype == run.dtype and torch.equal(found.flatten(), run)
+            in_order = found.dtype == run.dtype and torch.equal(found.flatten(), run[start:end])
             if not in_order or end > ends[own + 1] or shape != wanted[hub]:
                 raise ValueError(f"{hub}, or another of its layer, is no range of one tensor")
             first = (start - ends[own]) * shapes[own].numel() // math.prod(few[own])
