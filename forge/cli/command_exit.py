@@ -7,10 +7,10 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -24,13 +24,16 @@ from forge.core.extras import extras_named
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 _PIPE_WIDTH = 240
 """Columns where no terminal has a width: rows of 80 would break every id."""
 
 
 class _Output(Console):
-    """The output of commands. A command whose reader is gone ends at its next line; one whose
-    terminal is gone continues. The clean-up of a command runs to its end in both cases."""
+    """The output of commands. A command whose reader is gone, or whose output has no space, ends at
+    its next line; one whose terminal is gone continues. The clean-up of a command runs to its end
+    in all cases."""
 
     stopping = False
     """True once a signal or a lost reader has ended the command."""
@@ -40,9 +43,13 @@ class _Output(Console):
         try:
             super().__exit__(*error)
         except OSError as failure:
-            if failure.errno != errno.EIO:
+            if failure.errno == errno.EIO:
+                drop_lost_output()
+            elif failure.errno in _FULL and self.stopping:
+                _discard(sys.stdout)
+            else:
+                self.stopping = failure.errno in _FULL or self.stopping
                 raise
-            drop_lost_output()
 
     def on_broken_pipe(self) -> None:
         """See `Console`."""
@@ -67,14 +74,15 @@ class Commands(TyperGroup):
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Parses the options before the command; prints an error of usage in one line and exits."""
         try:
-            return super().make_context(*args, **extra)
+            with _full_disks_named():
+                return super().make_context(*args, **extra)
         except USAGE_ERROR as error:
             fail(usage_error(error, "forge") or error)
 
     def invoke(self, ctx: Any) -> Any:
         """Invokes the command; prints an error in one line and exits."""
         try:
-            with extras_named():
+            with extras_named(), _full_disks_named():
                 return super().invoke(ctx)
         except ForgeError as error:
             fail(error)
@@ -83,6 +91,21 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             say("Interrupted.")
             raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _full_disks_named() -> Iterator[None]:
+    """Ends a command in one line if its standard output, or a file of its own, cannot grow."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        # Otherwise the lines that could not be written are written again at the exit.
+        _discard(sys.stdout)
+        with suppress(OSError):
+            sys.stderr.write(f"forge: {error.filename or 'the output'}: {error.strerror}\n")
+        raise typer.Exit(1) from None
 
 
 def say(text: str | Text) -> None:
@@ -126,14 +149,19 @@ def finish(main: Callable[[], Awaitable[None]], interrupted: str) -> None:
 def drop_lost_output() -> None:
     """Replaces stdout and stderr by the null device if their terminal or reader is gone, so that
     no later line raises."""
+    for stream in (sys.stdout, sys.stderr):
+        # A program that uses a command may have replaced them.
+        with suppress(OSError, ValueError):
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            if poll.poll(0):
+                _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Sends the stream's later lines to the null device."""
     with Path(os.devnull).open("wb") as nowhere:
-        for stream in (sys.stdout, sys.stderr):
-            # A program that uses a command may have replaced them.
-            with suppress(OSError, ValueError):
-                poll = select.poll()
-                poll.register(stream.fileno(), 0)
-                if poll.poll(0):
-                    os.dup2(nowhere.fileno(), stream.fileno())
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def fail(error: Exception) -> NoReturn:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import resource
 import runpy
+import subprocess
+import sys
 import tomllib
+from collections.abc import Sequence
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from forge.cli.command_exit import _Output
 from forge.cli.local_run.display import RunDisplay
 from forge.cli.main import app
 from forge.runtime.process.child_processes import ProcessEvent
@@ -207,3 +212,37 @@ def test_last_output_of_a_process_is_shown_unchanged() -> None:
     RunDisplay(console, total_steps=1).process_event(crashed)
     assert isinstance(console.file, StringIO)
     assert console.file.getvalue().endswith(": [/tmp/x] [red]\n")
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_full_disk_under_the_output_is_one_line(flag: str) -> None:
+    """No traceback, and no second error as the process exits."""
+    with Path("/dev/full").open("w") as full:
+        ended = forge(flag, stdout=full)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "forge: the output: No space left on device\n",
+    )
+
+
+def test_lines_of_a_clean_up_on_a_full_disk_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first line that has no space ends the command, the later ones do not end its clean-up."""
+    with Path("/dev/full").open("w") as full:
+        output = _Output(file=full)
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OSError, match="No space left"):
+            output.print("step 1")
+        output.print("Stopping everything ...")
+
+
+def test_closed_standard_streams_are_the_null_device() -> None:
+    """As under a daemon that closes them."""
+    closed = 'exec "$0" "$@" <&- >&-'
+    ended = forge("--version", before=("sh", "-c", closed), stdout=subprocess.DEVNULL)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def forge(*words: str, before: Sequence[str] = (), stdout: Any) -> subprocess.CompletedProcess[str]:
+    """The command as a process."""
+    command = [*before, sys.executable, "-m", "forge.cli", *words]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=240)
