@@ -8,6 +8,7 @@ of an idle connection (aiohttp's keepalive timeout).
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ from services.gateway.metrics import CONNECTIONS, REFUSED
 
 LINGER_S = 10.0
 """Longest time to read the rest of a refused body, so that its client reads the answer."""
+UNSENT_BYTES = 1 << 17
+"""Of an answer in the kernel that wait for the client: Linux would keep megabytes, by its measure
+of the connection. Sent bytes do not count, so no client receives more slowly."""
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\n"
     b"Retry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -110,6 +114,9 @@ class Connection(web.RequestHandler):
             transport.close()
             return
         self._address = address
+        own = transport.get_extra_info("socket")
+        if own is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         super().connection_made(transport)
         self._start_deadline()
 

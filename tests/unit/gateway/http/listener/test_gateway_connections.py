@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
@@ -150,20 +151,27 @@ class EndedTurns(ScriptedTurns):
         super().__init__()
         self.script = ["x" * 65_536] * 512
         self.ended = asyncio.Event()
+        self.given = 0
+        """Pieces that the answer has taken."""
 
     async def run_turn(self, session: Any, request: Any) -> AsyncGenerator[Piece | Turn]:
         try:
             async for event in super().run_turn(session, request):
                 yield event
+                self.given += 1
         finally:
             self.ended.set()
 
 
 async def streaming(url: str) -> Socket:
     """Begins a streamed answer and reads nothing."""
+    return await connect(url, stream_request())
+
+
+def stream_request() -> bytes:
     body = json.dumps(BODY).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nx-api-key: k\r\n"
-    return await connect(url, head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+    return head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 async def test_client_that_never_reads_loses_its_connection() -> None:
@@ -178,6 +186,22 @@ async def test_client_that_never_reads_loses_its_connection() -> None:
         await until(lambda: not gauge("forge_gateway_connections"))
         writer.close()
     assert refused("write_timeout") - before == 1
+
+
+async def test_unread_answer_takes_a_bounded_part_of_memory() -> None:
+    """Buffers of the kernel included: an answer of 32 MiB waits where it is made."""
+    turns = EndedTurns()
+    turns.script = ["x" * 4096] * 8192
+    async with served(turns, connections=ConnectionSettings(write_timeout_s=0.5)) as url:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, _, port = url.removeprefix("http://").partition(":")
+        client.connect((host, int(port)))
+        client.sendall(stream_request())
+        async with asyncio.timeout(TIMEOUT_S):
+            await turns.ended.wait()
+        client.close()
+    assert 0 < turns.given < 128
 
 
 async def unused(request: web.BaseRequest) -> web.StreamResponse:
