@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from forge.agents.config import RunnerConfig
 from forge.runtime.process.startup import run
+from forge.runtime.security.bearer import Bearer
 
 
 def load_app() -> type:
@@ -15,7 +17,9 @@ def load_app() -> type:
 
 
 def host_checks(config: RunnerConfig) -> Iterator[Callable[[], object]]:
-    """The program, and everything that a setting names for import."""
+    """The token, the program, and everything that a setting names for import."""
+    if config.token_file and not config.key_file:
+        yield partial(Bearer, file=config.token_file)
     if config.command or config.scaffolds or config.domains or config.reward_functions:
         # Late import: it takes half a second.
         from forge.agents.app import plugin_checks

@@ -38,7 +38,8 @@ class Bearer:
                 if not self._text:
                     raise ConfigError(f"token_file = {self._file!r}: {error.strerror}") from None
         if not self._text.startswith("v1."):
-            raise ConfigError("the token is not one of `forge token issue`")
+            source = f"token_file = {self._file!r}" if self._file else TOKEN_VARIABLE
+            raise ConfigError(f"{source}: the token is not one of `forge token issue`")
         return self._renewed if _renews(self._renewed, self._text) else self._text
 
     @property

@@ -55,6 +55,8 @@ def test_default_settings_have_no_problem(
         ("pool", "--data-dir={tmp}/file/pool", "data_dir = '{tmp}/file/pool': {tmp}/file: Not a d"),
         ("pool", "--log-file={tmp}/file/log", "log_file = '{tmp}/file/log': {tmp}/file: Not a dir"),
         ("pool", "--key-file={tmp}/none", "key_file = '{tmp}/none': No such file or directory"),
+        ("pool", "--key-file={tmp}/file", "key_file = '{tmp}/file': each line must be a key of at"),
+        ("pool", "--key-file={tmp}/open", "key_file = '{tmp}/open' is open to every user: chmod o"),
         ("pool", "--tls-ca={tmp}/none", "tls_ca = '{tmp}/none': No such file or directory"),
         ("pool", "--host=10.1.2.3", "host = '10.1.2.3' is not a loopback address, so TLS is"),
         ("pool", "--etcd=10.1.2.3:1", "etcd = '10.1.2.3:1' is plaintext beyond loopback: write"),
@@ -73,6 +75,12 @@ def test_default_settings_have_no_problem(
         ("trainer", "--evaluation.tasks={tmp}/file", "{tmp}/file holds no task"),
         ("trainer", "--metrics-file={tmp}/file/m", "metrics_file = '{tmp}/file/m': {tmp}/file: N"),
         ("gateway", "--model.reasoning-format=aloud", "reasoning format 'aloud' is unknown; there"),
+        ("runner", "--token-file={tmp}/none", "token_file = '{tmp}/none': No such file or dir"),
+        (
+            "runner",
+            "--token-file={tmp}/open",
+            "token_file = '{tmp}/open': the token is not one of `forge token issue`",
+        ),
         ("runner", "--scaffolds=x=no_module:make", "no_module:make: cannot import no_module: No m"),
         ("runner", "--scaffolds=x=raises:make", "raises:make: cannot import raises: ZeroDivision"),
         (
@@ -104,7 +112,9 @@ def test_problem_is_one_line_with_the_setting(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With the exit code of wrong settings."""
-    (tmp_path / "file").touch()
+    (tmp_path / "file").touch(0o600)
+    (tmp_path / "open").write_text("k" * 32)
+    (tmp_path / "open").chmod(0o644)
     (tmp_path / "raises.py").write_text("x = 1 / 0\n")
     (tmp_path / "ends.py").write_text("import sys\nsys.exit('bye')\n")
     (tmp_path / "typo.py").write_text("def loss(tokens:\n")
