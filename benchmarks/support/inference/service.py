@@ -1,16 +1,18 @@
-"""Router and workers as real processes, asked over one kept stream, as a gateway asks.
+"""Router and workers as real processes, asked over the kept stream of a gateway.
 
-Owns the processes and the stream. The CPU time of the caller and of etcd is not counted.
+Requests that are made at once travel in one message, as a gateway sends them. Owns the processes
+and the stream. The CPU time of the caller and of etcd is not counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,9 @@ from typing import Any
 
 from benchmarks.support.cpu import cpu_s
 from benchmarks.support.processes import ended
+from forge.core.errors import ForgeError
 from forge.core.token_columns import int32_bytes
+from forge.runtime.concurrency.futures import settle
 from forge.runtime.coordination import Coordinator
 from forge.runtime.process.child_processes import dying_with_parent
 from forge.runtime.rpc.channel import Channels
@@ -28,11 +32,13 @@ from forge.runtime.serving_groups import kind_in
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from forge.v1.common_pb2 import SamplingParams
+from services.gateway.router.router_stream import RouterStream
 from services.inference import codec
 from tests.support.runtime.etcd import EtcdServer
 
 CLUSTER, GROUP = "benchmark", "bench"
 START_S = 300.0
+REQUEST_S = 3600.0
 
 
 @dataclass(slots=True)
@@ -41,6 +47,22 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+
+class _Receiver:
+    """Receives one answer: a `CallReceiver`."""
+
+    def __init__(self) -> None:
+        self.answer = Answer()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_response(self, response: pb.SampleResponse) -> None:
+        tokens = codec.read_tokens(response.tokens)
+        self.answer.ids += tokens.ids
+        self.answer.logprobs += tokens.logprobs
+
+    def on_end(self, error: ForgeError | None) -> None:
+        settle(self.done, error)
 
 
 class Service:
@@ -55,18 +77,20 @@ class Service:
         cache_mib: int,
         engine: str = "embedded",
         python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`python` runs the workers."""
+        """`python` runs the workers; `environment`: variables of all processes besides this
+        one's."""
         self._settings = ["--model-path", str(model), "--dtype", dtype]
         self._settings += ["--kv.cache-mib", str(cache_mib)]
         self._roles = roles
         self._engine = engine
         self._python = python
+        self._environment = os.environ | (environment or {})
         self._undo = AsyncExitStack()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        """By role."""
         self._calls = itertools.count(1)
-        self._requests: asyncio.Queue[pb.SampleStreamRequest] = asyncio.Queue()
-        self._answers: dict[int, tuple[Answer, asyncio.Future[None]]] = {}
 
     async def start(self) -> None:
         """Start all processes; return once the workers serve."""
@@ -85,7 +109,7 @@ class Service:
         await coordinator.close()
         channels = Channels(Security(keyring, subject="benchmark"))
         stub: Any = rpc.InferenceServiceStub(channels.get(instance.address))
-        self._reader = asyncio.create_task(self._read(stub.SampleStream(self._sent())))
+        self._stream = RouterStream(stub.SampleStream(), peer=instance.instance_id)
 
     def _start(self, role: str, folder: Path, flags: list[str]) -> None:
         python = sys.executable if role == "router" else self._python
@@ -94,18 +118,22 @@ class Service:
         argv += ["--log-file", str(folder / f"{role}.log")]
         if role != "router":
             argv += ["--weights", "frozen", "--engine", self._engine]
-        process = subprocess.Popen(dying_with_parent(argv))
-        self._processes.append(process)
+        process = subprocess.Popen(dying_with_parent(argv), env=self._environment)
+        self._processes[role] = process
         self._undo.callback(ended, process)
 
     async def stop(self) -> None:
         """End all processes."""
-        self._reader.cancel()
+        await self._stream.close_stream()
         await self._undo.aclose()
 
     def cpu_s(self) -> float:
         """CPU seconds of router and workers so far."""
-        return sum(cpu_s(process.pid) for process in self._processes)
+        return sum(self.cpu_s_of(role) for role in self._processes)
+
+    def cpu_s_of(self, role: str) -> float:
+        """CPU seconds of one of them."""
+        return cpu_s(self._processes[role].pid)
 
     async def run(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Sample an answer to each prompt."""
@@ -118,34 +146,14 @@ class Service:
     async def sample(self, ids: list[int], sampling: SamplingParams) -> Answer:
         """Sample one answer; the number of the call is its seed."""
         call = next(self._calls)
-        answer = Answer()
-        done = asyncio.get_running_loop().create_future()
-        self._answers[call] = answer, done
+        receiver = _Receiver()
         request = pb.SampleRequest(
             request_id=str(call), prompt_ids=int32_bytes(ids), sampling=sampling
         )
         request.sampling.seed = call
-        begin = pb.SampleBegin(call=call, timeout_s=3600.0, request=request)
-        self._requests.put_nowait(pb.SampleStreamRequest(begin=[begin]))
-        await done
-        return answer
-
-    async def _sent(self) -> AsyncIterator[pb.SampleStreamRequest]:
-        while True:
-            yield await self._requests.get()
-
-    async def _read(self, responses: Any) -> None:
-        async for message in responses:
-            for event in message.events:
-                answer, done = self._answers[event.call]
-                if event.HasField("response"):
-                    tokens = codec.read_tokens(event.response.tokens)
-                    answer.ids += tokens.ids
-                    answer.logprobs += tokens.logprobs
-                elif event.end.status_code:
-                    done.set_exception(RuntimeError(event.end.details))
-                else:
-                    done.set_result(None)
+        self._stream.send_request(request, receiver, timeout_s=REQUEST_S)
+        await receiver.done
+        return receiver.answer
 
 
 async def start(

@@ -49,9 +49,14 @@ class Workload:
         return self.prompt_tokens + self.turns * turn
 
     @property
+    def requests(self) -> int:
+        """Number of all answers."""
+        return self.groups * self.members * self.turns
+
+    @property
     def sampled_tokens(self) -> int:
         """Tokens of all answers."""
-        return self.groups * self.members * self.turns * self.answer_tokens
+        return self.requests * self.answer_tokens
 
     def run(self, ask: Ask, *, seed: int) -> None:
         """Make all requests, turn by turn; other prompts for each seed."""
