@@ -214,8 +214,15 @@ class Fleet:
     ) -> Worker | None:
         """`has_read`: the prompt's keys and values come from a prefill worker."""
         self.homes.expire(now_s=now_s)
+        active = self._active() if session else None
         candidates = [
-            self._candidate(worker, prompt, session=session, now_s=now_s, has_read=has_read)
+            self._candidate(
+                worker,
+                prompt,
+                beside=self._beside(worker, session, active=active),
+                now_s=now_s,
+                has_read=has_read,
+            )
             for worker in workers
         ]
         chosen = choose(
@@ -226,15 +233,14 @@ class Fleet:
         return None if chosen is None else self.workers[chosen.worker]
 
     def _candidate(
-        self, worker: Worker, prompt: PromptChains, *, session: str, now_s: float, has_read: bool
+        self, worker: Worker, prompt: PromptChains, *, beside: float, now_s: float, has_read: bool
     ) -> Candidate:
-        """Return the routing cost of a prompt on a worker."""
+        """Return the routing cost of a prompt on a worker that has `beside` requests."""
         engine, costs = worker.engine.name, self.costs
         store = costs.of(engine).store if worker.stored_tokens and not has_read else None
         prefill_s = costs.prefill_s(engine, worker.times)
-        beside, sampling_s = 0.0, 0.0
+        sampling_s = 0.0
         if worker.samples:
-            beside = self._busy_with(worker, session)
             answer_s = costs.each_s(engine, worker.times) * costs.answer_tokens.seconds
             sampling_s = _WEIGHT_OF_SAMPLING * answer_s
         return Candidate(
@@ -249,16 +255,22 @@ class Fleet:
             slowed=_WEIGHT_OF_OTHERS * beside,
         )
 
-    def _busy_with(self, worker: Worker, session: str) -> float:
-        """Return the requests that a worker has beside one of a session: half those of this
+    def _active(self) -> float | None:
+        """Return the requests for each live session, at most 1; None without such sessions."""
+        samplers = self.samplers
+        live = sum(self.homes.live(one.instance_id) for one in samplers)
+        return min(1.0, sum(one.running for one in samplers) / live) if live else None
+
+    def _beside(self, worker: Worker, session: str, *, active: float | None) -> float:
+        """Return the requests that a worker samples beside one of a session: half those of this
         moment, half those that its live sessions have on average."""
-        live = sum(self.homes.live(one.instance_id) for one in self.samplers)
-        if not session or not live:
+        if not worker.samples:
+            return 0.0
+        if active is None:
             return worker.running
         others = self.homes.live(worker.instance_id)
         if self.homes.home(session) == worker.instance_id:
             others -= 1
-        active = min(1.0, sum(one.running for one in self.samplers) / live)
         return (worker.running + others * active) / 2
 
     def serves(self, *, now_s: float) -> bool:

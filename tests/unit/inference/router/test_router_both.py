@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from forge.core.errors import Unavailable
@@ -147,3 +149,16 @@ async def test_member_of_a_group_follows_its_prompt_to_a_busier_worker(
         workers[name].running = running
     placed = await router.actor.receive(PlacePrefill(ids=prompt + ids(1)))
     assert placed.worker.instance_id == chosen
+
+
+async def test_placement_looks_once_at_the_load_of_each_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cost of a placement grows with the number of workers, not with its square."""
+    router = await harness(*(both(f"b{n}") for n in range(20)))
+    homes = router.actor._fleet.homes
+    await router.actor.receive(PlacePrefill(ids=ids(1), session="s:0:0"))
+    live = mock.Mock(wraps=homes.live)
+    monkeypatch.setattr(type(homes), "live", lambda _, worker: live(worker))
+    await router.actor.receive(PlacePrefill(ids=ids(1), session="s:0:0"))
+    assert live.call_count == 2 * 20

@@ -100,7 +100,7 @@ async def test_stored_prefix_of_the_new_weights_outlives_the_swap_of_others() ->
     by_name = {one.instance_id: one for one in router.workers}
     costs = [
         router.actor._fleet._candidate(
-            by_name[name], prompt, session="", now_s=router.clock(), has_read=False
+            by_name[name], prompt, beside=0.0, now_s=router.clock(), has_read=False
         ).stored_tokens
         for name in ("p0", "p1", "p2")
     ]
