@@ -10,6 +10,7 @@ from forge.core.errors import InvalidArgument, Unavailable
 from forge.core.sampling_limits import MIN_REPETITION_PENALTY, effective_temperature
 from forge.core.token_columns import (
     TOKEN_BYTES,
+    are_below,
     float32_array,
     float32_bytes,
     int32_array,
@@ -92,12 +93,12 @@ def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:
             f"prompt_ids has {tokens} tokens; the context of {limits.context_tokens} tokens "
             f"holds a prompt of at most {limits.context_tokens - 1}"
         )
-    ids = int32_array(prompt_ids)
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < limits.vocabulary:
-            raise InvalidArgument(
-                f"prompt_ids has token {token}; the vocabulary is 0 to {limits.vocabulary - 1}"
-            )
+    if not are_below(prompt_ids, limits.vocabulary):
+        ids = int32_array(prompt_ids)
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise InvalidArgument(
+            f"prompt_ids has token {wrong}; the vocabulary is 0 to {limits.vocabulary - 1}"
+        )
 
 
 def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
@@ -137,6 +138,9 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
 
 def _read_reweighting(params: SamplingParams) -> Reweighting | None:
     """Return None for neutral values. Raises InvalidArgument."""
+    penalizes = params.presence_penalty or params.frequency_penalty
+    if not (penalizes or params.HasField("repetition_penalty") or params.logit_bias):
+        return None
     repetition = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
     _within("repetition_penalty", repetition, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     if len(params.logit_bias) > MAX_BIASES:
@@ -191,7 +195,7 @@ def sampling_of_rest(
     rest.seed, rest.max_tokens = seed, max_tokens
     # The context may have less room than the request asks for.
     rest.min_tokens = min(max(0, params.min_tokens - sampled_tokens), max_tokens)
-    if _read_reweighting(params) is not None:
+    if sampled_tokens and _read_reweighting(params) is not None:
         rest.answered_tokens += sampled_tokens
     if rest.HasField("routes_from"):
         rest.routes_from = max(rest.routes_from, routes_to)

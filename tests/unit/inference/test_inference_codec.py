@@ -46,6 +46,8 @@ def ids(*tokens: int) -> bytes:
         (ids(*[1] * 8), {}, ("8 tokens", "context of 8", "at most 7")),
         (ids(10), {}, ("token 10", "0 to 9")),
         (ids(-1), {}, ("token -1", "0 to 9")),
+        (ids(9, 0, 12, 10), {}, ("token 12", "0 to 9")),
+        (ids(9, 2**31 - 1, -(2**31)), {}, (f"token {-(2**31)}", "0 to 9")),
         (ids(1), {"max_tokens": 0}, ("sampling.max_tokens = 0",)),
         (ids(1), {"top_p": 0.0}, ("sampling.top_p = 0",)),
         (ids(1), {"top_p": 1.5}, ("sampling.top_p = 1.5",)),
