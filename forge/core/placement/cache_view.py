@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import filterfalse
 
 from forge.core.placement.chain_hashes import PromptChains
 from forge.core.placement.prefix_cache import PrefixCache
@@ -37,21 +38,21 @@ class CacheView:
         """Return the tokens of the longest cached prefix."""
         if self._reported is None:
             return self._guess.peek(prompt.ids)
-        blocks = 0
+        reported, expected, blocks = self._reported, self._expected, 0
         for chain in prompt.of(self._block_tokens):
-            if chain not in self._reported and self._expected.get(chain, 0.0) <= now_s:
+            if chain not in reported and expected.get(chain, 0.0) <= now_s:
                 break
             blocks += 1
         return blocks * self._block_tokens
 
     def expect(self, prompt: PromptChains, *, until_s: float) -> None:
-        """Count a prompt as cached until a time; without reports, until it is evicted."""
+        """Count a prompt as cached until a time, which is not before that of an earlier call;
+        without reports, until it is evicted."""
         if self._reported is None:
             self._guess.insert(prompt.ids)
             return
-        for chain in prompt.of(self._block_tokens):
-            if chain not in self._reported:
-                self._expected[chain] = max(until_s, self._expected.get(chain, 0.0))
+        chains = prompt.of(self._block_tokens)
+        self._expected |= dict.fromkeys(filterfalse(self._reported.__contains__, chains), until_s)
         self._first_end_s = min(self._first_end_s, until_s)
 
     def report(self, *, stored: Iterable[bytes], removed: Iterable[bytes], anew: bool) -> None:

@@ -63,7 +63,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     def _sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
         return with_span(self._run, request) if is_tracing() else self._run(request)
 
-    async def _run(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
+    def _run(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
         prompt = codec.read_prompt(request, self._limits, seed=secrets.randbits(64))
         run = Run(
             request,
@@ -73,9 +73,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             streams=self._workers,
             config=self._config,
         )
-        async with aclosing(run.responses()) as responses:
-            async for response in responses:
-                yield response
+        return run.responses()
 
     async def GetInferenceStatus(
         self, request: pb.GetInferenceStatusRequest, context: Any

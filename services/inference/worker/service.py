@@ -251,9 +251,14 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             responses = self._prefill_and_decode(request, prompt)
         else:
             responses = self._decode(request, prompt, self._first(request))
-        async with aclosing(responses):
-            async for response in self._observed(responses):
-                yield response
+        try:
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
+        except BrokenWeights:
+            if self._on_broken is not None:
+                await self._on_broken()
+            raise
 
     async def _prefill_and_decode(
         self, request: pb.DecodeRequest, prompt: Prompt
@@ -312,17 +317,6 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         if len(first.ids) != 1:
             raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
         return first
-
-    async def _observed(
-        self, responses: AsyncIterator[pb.DecodeResponse]
-    ) -> AsyncIterator[pb.DecodeResponse]:
-        try:
-            async for response in responses:
-                yield response
-        except BrokenWeights:
-            if self._on_broken is not None:
-                await self._on_broken()
-            raise
 
 
 def finish_with(first: Tokens, prompt: Prompt, limits: ModelLimits) -> Finish | None:

@@ -39,6 +39,8 @@ class Store:
     def observe(self, ids: bytes, *, version: int, tokens: int = 0, seconds: float = 0.0) -> None:
         """Note a prefix that a worker has written with weights `version`, and a read of `tokens` of
         it."""
+        if not self._capacity_tokens:
+            return
         if version not in self._indexes:
             self._indexes[version] = _store_index(self._capacity_tokens)
         self._indexes.move_to_end(version)

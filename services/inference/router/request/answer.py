@@ -80,7 +80,8 @@ class RoutedAnswer:
     def take(self, tokens: SampledTokens, engine: Engine) -> None:
         """Add tokens that a worker with this engine sampled."""
         # Here and not where a worker is chosen: that attempt may fail without a token.
-        if engine != self._engine and (change := self.needs.change_by(engine)):
+        moved = self._engine is not None and engine != self._engine
+        if moved and (change := self.needs.change_by(engine)):
             STARTED_OVER.labels(change).inc()
         self._sampled += tokens.ids
         self.version = max(self.version, *int32_array(tokens.weight_versions), 0)

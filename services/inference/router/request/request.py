@@ -94,6 +94,9 @@ class Run:
         return pb.SampleResponse(tokens=tokens, engine=self._answer.engine)
 
     async def _granted(self, admission: QueuePlace) -> None:
+        if admission.granted.done():
+            admission.granted.result()
+            return
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(self._left_s()):
