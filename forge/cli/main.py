@@ -199,7 +199,10 @@ def plot(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Picture file: .svg, .png or .pdf. Default: in the run directory."),
+        typer.Option(
+            help="Picture file: .svg, .png or .pdf. Default: curves.svg in the run's directory; of "
+            "several runs, comparison.svg in that of the first."
+        ),
     ] = None,
 ) -> None:
     """Draw a run's curves: reward, entropy, staleness, merging and time over optimizer steps."""
@@ -207,7 +210,8 @@ def plot(
     from forge.cli.rundir import RunDirectory
 
     first = runs[0]
-    target = out or RunDirectory(first if first.is_dir() else first.parent).curves
+    own = RunDirectory(first if first.is_dir() else first.parent)
+    target = out or (own.curves if len(runs) == 1 else own.comparison)
     draw(runs, target)
     say(str(target))
 

@@ -48,6 +48,7 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.eval_tasks = path / "eval-tasks.jsonl"
         self.curves = path / "curves.svg"
+        self.comparison = path / "comparison.svg"
         self.processes = path / "processes.json"
         """Module and flags of each service, by name, as it was started last."""
         self._state_file = path / "run.json"

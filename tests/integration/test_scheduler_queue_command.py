@@ -78,13 +78,15 @@ async def test_submission_waits_for_an_absent_scheduler(
     file = write_tasks(tmp_path / "sums.jsonl", 1, 1, 1, 1)
     words = ("submit", file, "--domain", "math", "--queued", "2", "--no-shuffle")
     submits = await operator.start(*words)
-    await line_with(submits, "scheduler unreachable, waiting: 0 of 1 fitting scheduler instances")
+    await line_with(
+        submits, "scheduler or pool shard unreachable, waiting: 0 of 1 fitting scheduler instances"
+    )
     leader = forge.start_scheduler()
     first = await forge.leader()
-    await line_with(submits, "scheduler reachable again")
+    await line_with(submits, "reachable again")
     await line_with(submits, "sums, epoch 0: 2 of 4 tasks submitted")
     await forge.kill(leader)
-    await line_with(submits, "scheduler unreachable, waiting: ")
+    await line_with(submits, "scheduler or pool shard unreachable, waiting: ")
     forge.start_scheduler()
     await forge.leader(other_than=first.instance_id)
     await forge.complete(2)
@@ -163,9 +165,12 @@ async def test_feed_unit_keeps_the_queue_filled(
         await until(are_queued)
 
     feed = await fed()
-    await line_with(feed, "scheduler unreachable, waiting")
+    await line_with(feed, "scheduler or pool shard unreachable, waiting")
     await until(
-        lambda: said == {b"READY=1", b"WATCHDOG=1", b"STATUS=scheduler unreachable, waiting"}
+        lambda: (
+            said
+            == {b"READY=1", b"WATCHDOG=1", b"STATUS=scheduler or pool shard unreachable, waiting"}
+        )
     )
     forge.start_scheduler()
     await queued(5)
@@ -199,7 +204,7 @@ async def test_submission_ends_after_its_timeout(
     submits = await operator.start("submit", file, "--domain", "math", "--timeout", "1s")
     said, wrong = await submits.communicate()
     assert submits.returncode == 1
-    assert b"scheduler unreachable, waiting" in said and b"0 of 1 fitting" in wrong
+    assert b"scheduler or pool shard unreachable, waiting" in said and b"0 of 1 fitting" in wrong
 
 
 async def test_queue_is_paused_resumed_and_drained_by_commands(

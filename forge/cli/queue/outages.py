@@ -1,4 +1,4 @@
-"""Waits of a command for an unreachable scheduler or etcd.
+"""Waits of a command for an unreachable scheduler, pool shard or etcd.
 
 Owns the repetition and the report of an outage; the calls are idempotent.
 """
@@ -32,11 +32,11 @@ class Outages:
             except ForgeError as error:
                 if error.retryable and not self._reported:
                     self._reported = True
-                    self._report(f"scheduler unreachable, waiting: {error}")
+                    self._report(f"scheduler or pool shard unreachable, waiting: {error}")
                 raise
             if self._reported:
                 self._reported = False
-                self._report("scheduler reachable again")
+                self._report("reachable again")
             return answer
 
         return await retried(attempt, retry_for_s=self._longest_s)

@@ -193,3 +193,13 @@ def test_plot_of_a_run_is_written_into_the_run(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert (run / "curves.svg").exists()
     assert "curves.svg" in result.stdout
+
+
+def test_comparison_of_runs_keeps_the_picture_of_each(tmp_path: Path) -> None:
+    """It has a file of its own, in the directory of the first run."""
+    runs = [write(tmp_path / name, step(1, qa=0.5)) for name in ("a", "b")]
+    assert CliRunner().invoke(app, ["plot", str(runs[0])]).exit_code == 0
+    own = (runs[0] / "curves.svg").read_bytes()
+    result = CliRunner().invoke(app, ["plot", *map(str, runs)])
+    assert result.output.strip() == str(runs[0] / "comparison.svg")
+    assert (runs[0] / "curves.svg").read_bytes() == own
