@@ -156,9 +156,13 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def with_hub_names(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield tensors of this version with their parts on the hub, if these are known."""
-        for one in tensors:
-            own = (HubPart(one.name, one.shape),)
-            yield one if self.hub is None else replace(one, hub=self.hub.get(one.name, own))
+        yield from (replace(one, hub=self.hub_parts(one)) for one in tensors)
+
+    def hub_parts(self, tensor: NamedTensor | TensorEntry) -> tuple[HubPart, ...]:
+        """Return the parts of one of these tensors on the hub; empty: not known."""
+        if self.hub is None:
+            return ()
+        return self.hub.get(tensor.name, (HubPart(tensor.name, tensor.shape),))
 
 
 class WeightAnnouncement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

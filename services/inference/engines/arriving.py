@@ -5,11 +5,12 @@ An engine with `load_arriving` may load the first tensors while the last ones ar
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import math
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from forge.core.named_tensor import NamedTensor
+from forge.core.named_tensor import HubPart, NamedTensor
 from services.inference.engines.base import Engine, Probe
 
 
@@ -21,6 +22,16 @@ class Form:
     """As torch names it, without `torch.`."""
     shape: tuple[int, ...]
     size_bytes: int
+    hub: tuple[HubPart, ...] = ()
+    """See `NamedTensor`."""
+
+    def in_hub_names(self) -> Iterator[tuple[str, Form]]:
+        """Yield name and form of its tensors on the hub, in the order of `NamedTensor`."""
+        item_bytes = self.size_bytes // max(1, math.prod(self.shape))
+        for part in self.hub:
+            size_bytes = item_bytes * math.prod(part.shape)
+            form = Form(dtype=self.dtype, shape=part.shape, size_bytes=size_bytes)
+            yield from ((name, form) for name, _ in part.places)
 
 
 class Arriving(Protocol):

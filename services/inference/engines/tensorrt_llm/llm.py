@@ -228,13 +228,14 @@ class Llm:
     ) -> None:
         """Serve weights that are still fetched: buckets reach the ranks while the last tensors
         arrive. All or nothing as `update`; a fetch that fails before the load changes nothing."""
-        forms = arriving.forms
-        if self._checkpoint.fit_forms(forms, version=version) is None:
+        fit_forms = self._checkpoint.fit_forms
+        fitting = await asyncio.to_thread(fit_forms, arriving.forms, version=version)
+        if fitting is None:
             await self.update(await arriving.whole(), version=version, probe=probe)
             return
         async with taken(
             arriving,
-            forms,
+            fitting,
             self._checkpoint,
             version=version,
             load_s=self._load_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.weights import HeldWeights
@@ -35,19 +36,25 @@ class Arrival:
     @property
     def forms(self) -> Mapping[str, Form]:
         """See `Arriving`."""
+        manifest = self._fetch.manifest
         return {
-            one.name: Form(dtype=one.dtype, shape=one.shape, size_bytes=one.size_bytes)
+            one.name: Form(
+                dtype=one.dtype,
+                shape=one.shape,
+                size_bytes=one.size_bytes,
+                hub=manifest.hub_parts(one) if manifest else (),
+            )
             for one in self._fetch.entries
         }
 
     async def tensors(self) -> AsyncGenerator[NamedTensor]:
         """See `Arriving`."""
-        for name in self.forms:
+        for name, form in self.forms.items():
             while (tensor := self._fetch.arrived(name)) is None:
                 if self._run.done():
                     self._run.result()
                 await self._news()
-            yield tensor
+            yield replace(tensor, hub=form.hub)
 
     async def whole(self) -> Mapping[str, NamedTensor]:
         """See `Arriving`."""

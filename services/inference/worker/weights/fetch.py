@@ -87,7 +87,8 @@ class WeightFetch:
         self._served = served
         self._is_overtaken = is_overtaken
         self._encoded = b""
-        self._manifest: WeightManifest | None = None
+        self.manifest: WeightManifest | None = None
+        """None before it is here, and by a trainer that sends none."""
         self._assembly: WeightAssembly | None = None
         self._unmixed = False
         """After a wrong digest without digests of slices: each source begins at the first byte."""
@@ -119,7 +120,7 @@ class WeightFetch:
     def entries(self) -> Sequence[TensorEntry]:
         """All tensors, in the order of their arrival; empty before the manifest, and without
         one."""
-        return self._manifest.tensors if self._manifest is not None else ()
+        return self.manifest.tensors if self.manifest is not None else ()
 
     @property
     def assembled(self) -> bool:
@@ -142,7 +143,7 @@ class WeightFetch:
                 await self._receive_in_group(assembly)
                 if not assembly.complete:
                     await self._receive_from(assembly, address)
-                if self._manifest is None:
+                if self.manifest is None:
                     await asyncio.to_thread(_verify, self.announced, assembly.tensors)
             except ForgeError as error:
                 failures.append(f"{self._asked}: {error}")
@@ -150,7 +151,7 @@ class WeightFetch:
                 if isinstance(error, DamagedDelta):
                     REFUSED_DELTAS.inc()
                     assembly.refuse_deltas()
-                if isinstance(error, DataLoss) and self._manifest is None:
+                if isinstance(error, DataLoss) and self.manifest is None:
                     # The source of the wrong bytes is unknown: do not mix sources.
                     self._assembly, self._unmixed = None, True
                 overtaken = self._is_overtaken() and not self._kept
@@ -169,8 +170,8 @@ class WeightFetch:
         WIRE_BYTES.inc(assembly.wire_bytes)
         VERSIONS.labels(self.way).inc()
         tensors = tuple(assembly.tensors.values())
-        if self._manifest is not None:
-            tensors = tuple(self._manifest.with_hub_names(tensors))
+        if self.manifest is not None:
+            tensors = tuple(self.manifest.with_hub_names(tensors))
         return HeldWeights(
             tensors=tensors,
             manifest=self._encoded,
@@ -192,10 +193,10 @@ class WeightFetch:
     async def _begun(self, address: str) -> WeightAssembly:
         """Return the assembly, with the data of earlier sources, or a new one."""
         announced = self.announced
-        if announced.manifest and self._manifest is None:
+        if announced.manifest and self.manifest is None:
             self._encoded = await self._client.manifest(address, announced.weight_version)
-            self._manifest = await asyncio.to_thread(announced.open, self._encoded)
-            self.probe = self._manifest.probe
+            self.manifest = await asyncio.to_thread(announced.open, self._encoded)
+            self.probe = self.manifest.probe
         if self._assembly is None or self._unmixed:
             entries = self.entries
             names = [one.name for one in entries] or list(announced.tensor_names or ())
@@ -214,9 +215,9 @@ class WeightFetch:
     async def _read_file(self, assembly: WeightAssembly) -> None:
         """Take the version from a file, if there is one; once, since a refused file stays so."""
         local, self._local = self._local, None
-        if local is None or self._manifest is None or assembly.complete:
+        if local is None or self.manifest is None or assembly.complete:
             return
-        found = await local.read(self.announced, self._manifest)
+        found = await local.read(self.announced, self.manifest)
         if found is not None:
             tensors, self.way = found
             assembly.adopt(tensors)

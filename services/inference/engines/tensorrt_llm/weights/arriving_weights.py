@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from threading import Condition
 
 from forge.core.errors import Unavailable
 from forge.core.named_tensor import NamedTensor
 from forge.runtime.concurrency.tasks import cancel_and_wait
-from services.inference.engines.arriving import Arriving, Form
+from services.inference.engines.arriving import Arriving
 from services.inference.engines.tensorrt_llm.weights.checkpoint import (
     Checkpoint,
     Fitting,
+    FittingForms,
     is_rounded,
 )
 
 
 class ArrivingWeights:
-    """A `Loadable` whose tensors arrive; their names are those of the checkpoint."""
+    """A `Loadable` whose tensors arrive."""
 
-    def __init__(self, forms: Mapping[str, Form]) -> None:
-        self._forms = forms
+    def __init__(self, fitting: FittingForms) -> None:
+        self._fitting = fitting
+        self._forms = fitting.loaded
         self._taken: dict[str, NamedTensor] = {}
         self._error: BaseException | None = None
         self._changed = Condition()
@@ -44,6 +46,10 @@ class ArrivingWeights:
 
     def loaded(self) -> Iterator[NamedTensor]:
         """See `Loadable`. Raises the error that has ended the fetch or the checks."""
+        found, scales = self._arriving(), self._fitting.scales
+        return found if scales is None else scales.converted(found, self._forms.keys())
+
+    def _arriving(self) -> Iterator[NamedTensor]:
         for name in self._forms:
             with self._changed:
                 while name not in self._taken:
@@ -57,9 +63,9 @@ class ArrivingWeights:
         self.end(Unavailable("the load of the weights was given up"))
 
     def take(self, tensor: NamedTensor) -> None:
-        """Add a checked tensor."""
+        """Add a checked tensor of the version."""
         with self._changed:
-            self._taken[tensor.name] = tensor
+            self._taken |= {one.name: one for one in self._fitting.parts(tensor)}
             self._changed.notify_all()
 
     def end(self, error: BaseException) -> None:
@@ -70,13 +76,13 @@ class ArrivingWeights:
 
     def fitting(self) -> Fitting:
         """See `Loadable`."""
-        return Fitting(tensors=self._taken)
+        return Fitting(tensors=self._taken, scales=self._fitting.scales)
 
 
 @asynccontextmanager
 async def taken(
     arriving: Arriving,
-    forms: Mapping[str, Form],
+    fitting: FittingForms,
     checkpoint: Checkpoint,
     *,
     version: int,
@@ -88,7 +94,7 @@ async def taken(
 
     Raises `UnfitWeights`, `BrokenWeights`, and the error of a fetch that fails before the load.
     """
-    weights = ArrivingWeights(forms)
+    weights = ArrivingWeights(fitting)
     ready = asyncio.Event()
     start = _Start(weights.sizes, load_s=load_s, least_bytes=least_bytes)
 
@@ -97,7 +103,7 @@ async def taken(
             async for tensor in arriving.tensors():
                 await asyncio.to_thread(checkpoint.check, tensor, version=version)
                 weights.take(tensor)
-                if start.passed(forms[tensor.name].size_bytes, now_s=time.monotonic()):
+                if start.passed(memoryview(tensor.data).nbytes, now_s=time.monotonic()):
                     ready.set()
         except BaseException as error:
             weights.end(error if isinstance(error, Exception) else Unavailable("cancelled"))

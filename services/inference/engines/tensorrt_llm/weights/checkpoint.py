@@ -98,6 +98,22 @@ class Fitting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FittingForms:
+    """A version that fits the checkpoint, and whose data has not arrived."""
+
+    loaded: Mapping[str, Form]
+    """By the names of the checkpoint, in the order of their arrival."""
+    in_hub_names: bool
+    """Whether these are names of the hub, which the version has in other tensors."""
+    scales: Quantization | None = None
+    """See `Fitting`."""
+
+    def parts(self, tensor: NamedTensor) -> Iterable[NamedTensor]:
+        """Return what is loaded of a tensor of the version."""
+        return tensor.in_hub_names() if self.in_hub_names else (tensor,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """Types and shapes by name."""
 
@@ -140,31 +156,32 @@ class Checkpoint:
             _check_finite(tensor, version=version)
         return fitting
 
-    def fit_forms(self, forms: Mapping[str, Form], *, version: int) -> list[str] | None:
-        """Return the names to load of a version whose data has not arrived, in their order. None
-        for a quantized checkpoint or other names: `fit` then converts the data.
+    def fit_forms(self, forms: Mapping[str, Form], *, version: int) -> FittingForms | None:
+        """Return what to load of a version whose data has not arrived. None for names that the
+        checkpoint and the manifest's names of the hub lack: `fit` then reads or converts the data.
 
         Raises `UnfitWeights` for other names, types or shapes.
         """
-        if self.quantization or not forms.keys() <= self.shapes.keys():
+        in_hub_names = self._has_only_hub_names(forms)
+        if in_hub_names:
+            forms = dict(named for form in forms.values() for named in form.in_hub_names())
+        if not forms.keys() <= self.shapes.keys():
             return None
         self._check({name: (one.dtype, one.shape) for name, one in forms.items()}, version)
-        return list(forms)
+        return FittingForms(loaded=forms, in_hub_names=in_hub_names, scales=self.scales)
 
     def check(self, tensor: NamedTensor, *, version: int) -> None:
-        """Check the data of a tensor that `fit_forms` has named; call it on a thread. Raises
-        `UnfitWeights`, `BrokenWeights`."""
+        """Check the data of a tensor of a version that `fit_forms` has taken; call it on a thread.
+        Raises `UnfitWeights`, `BrokenWeights`."""
         _check_size(tensor, version=version)
         _check_finite(tensor, version=version)
 
     def _fitting(self, found: Mapping[str, NamedTensor], *, version: int) -> Fitting:
         names = None
-        converts = self.scales is not None or not self.quantization
-        if converts and not found.keys() <= self.shapes.keys():
-            if all(one.hub for one in found.values()):
-                found = {view.name: view for one in found.values() for view in one.in_hub_names()}
-            else:
-                names = self._own_names(version)
+        if self._has_only_hub_names(found):
+            found = {view.name: view for one in found.values() for view in one.in_hub_names()}
+        elif self._converts and not found.keys() <= self.shapes.keys():
+            names = self._own_names(version)
         if names is None:
             forms = {name: (one.dtype, one.shape) for name, one in found.items()}
             for tensor in found.values():
@@ -172,8 +189,17 @@ class Checkpoint:
         else:
             found = names.fit(found, version=version)
             forms = names.stored(found)
-        self._check(forms if self.scales is None else self.scales.forms(forms), version)
+        self._check(forms, version)
         return Fitting(tensors=found, names=names, scales=self.scales)
+
+    @property
+    def _converts(self) -> bool:
+        return self.scales is not None or not self.quantization
+
+    def _has_only_hub_names(self, found: Mapping[str, NamedTensor | Form]) -> bool:
+        """Whether the checkpoint lacks a name of a version that names the hub's tensors."""
+        named = all(one.hub for one in found.values())
+        return named and self._converts and not found.keys() <= self.shapes.keys()
 
     def _own_names(self, version: int) -> OwnNames | None:
         """Return the names of transformers' model; None if the checkpoint has the same."""
@@ -192,7 +218,8 @@ class Checkpoint:
             ) from error
         return names if names.differ else None
 
-    def _check(self, found: Mapping[str, TypeAndShape], version: int) -> None:
+    def _check(self, forms: Mapping[str, TypeAndShape], version: int) -> None:
+        found = forms if self.scales is None else self.scales.forms(forms)
         self._check_names(found.keys(), version=version)
         for name, form in found.items():
             self._check_form(name, form, version=version)

@@ -161,7 +161,7 @@ async def staged_update(
     folder = await run_to_end(opening.__enter__)
     try:
         written = folder.write(weights.loaded())
-        first = await run_to_end(partial(next, written))
+        first = await run_to_end(partial(next, written), give_up=weights.give_up)
         yield WeightUpdate(folder, first, written, ranks, give_up=weights.give_up)
     finally:
         await run_to_end(partial(opening.__exit__, None, None, None))

@@ -7,11 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+import pytest
+
 from forge.core.errors import ForgeError
-from forge.runtime.weights import ERROR_KEY
+from forge.core.named_tensor import HubPart
+from forge.runtime.weights import ERROR_KEY, WeightManifest
 from services.inference.engines.arriving import Arriving, Form
 from services.inference.engines.base import Probe, UnfitWeights
 from services.inference.worker.metrics import INTERRUPTED_FETCHES
+from tests.support.inference import weight_sources
 from tests.support.inference.weight_sources import Engine, Source, Worker
 from tests.support.runtime.waiting import settle, until
 
@@ -25,6 +30,8 @@ class ArrivingEngine(Engine):
 
     seen: list[str] = field(default_factory=list)
     forms: dict[str, Form] = field(default_factory=dict)
+    parts: dict[str, tuple[HubPart, ...]] = field(default_factory=dict)
+    """On the hub, as the tensors have them."""
     failures: list[str] = field(default_factory=list)
     keeps: bool = False
     late: asyncio.Event | None = None
@@ -48,6 +55,7 @@ class ArrivingEngine(Engine):
             async for tensor in arriving.tensors():
                 self.seen.append(tensor.name)
                 found[tensor.name] = bytes(tensor.data)
+                self.parts[tensor.name] = tensor.hub
         except ForgeError as error:
             self.failures.append(str(error))
             raise
@@ -77,11 +85,33 @@ async def test_engine_gets_tensors_before_the_fetch_ends() -> None:
     async with fetching(engine, hangs_after=2) as (worker, trainer, _):
         await until(lambda: engine.seen == ["a", "b"])
         assert engine.forms["d"] == Form(dtype="uint8", shape=(SLICE,), size_bytes=SLICE)
+        assert engine.parts == {"a": (), "b": ()}
         assert not worker.follower.weights
         trainer.go_on.set()
         assert await worker.until_serving(1) == WEIGHTS
         assert engine.seen == list(WEIGHTS)
         assert [tensor.name for tensor in worker.follower.weights[1].tensors] == list(WEIGHTS)
+
+
+async def test_tensors_arrive_with_the_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a manifest that names them; forms have them before the data."""
+    halves = HubPart("hub.{}", (2, SLICE // 4), 0, SLICE // 2, 2)
+    without = weight_sources.manifest_of
+
+    def named(version: int, weights: weight_sources.Weights) -> bytes:
+        manifest = WeightManifest.decode(without(version, weights))
+        return msgspec.structs.replace(manifest, hub={"a": (halves,)}).encode()
+
+    monkeypatch.setattr(weight_sources, "manifest_of", named)
+    engine = ArrivingEngine()
+    async with fetching(engine, hangs_after=2) as (worker, trainer, _):
+        await until(lambda: engine.seen == ["a", "b"])
+        assert engine.parts == {"a": (halves,), "b": (HubPart("b", (SLICE,)),)}
+        half = Form(dtype="uint8", shape=(2, SLICE // 4), size_bytes=SLICE // 2)
+        assert [*engine.forms["a"].in_hub_names()] == [("hub.0", half), ("hub.1", half)]
+        assert engine.forms["d"].hub == (HubPart("d", (SLICE,)),)
+        trainer.go_on.set()
+        await worker.until_serving(1)
 
 
 async def test_manifest_of_another_model_ends_the_fetch() -> None:

@@ -44,7 +44,12 @@ class Fetch:
     def forms(self) -> Mapping[str, Form]:
         """See `Arriving`."""
         return {
-            name: Form(dtype=one.dtype, shape=one.shape, size_bytes=len(one.data))
+            name: Form(
+                dtype=one.dtype,
+                shape=one.shape,
+                size_bytes=memoryview(one.data).nbytes,
+                hub=one.hub,
+            )
             for name, one in self.all.items()
         }
 
