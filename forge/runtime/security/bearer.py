@@ -9,6 +9,7 @@ from forge.core.errors import ConfigError, Unauthenticated
 from forge.runtime.files.changes import file_state
 from forge.runtime.files.private import replace_private_file
 from forge.runtime.security.tokens import Claims, unverified_claims
+from forge.runtime.telemetry import log
 
 TOKEN_VARIABLE = "FORGE_TOKEN"
 
@@ -18,29 +19,39 @@ class Bearer:
 
     def __init__(self, *, text: str = "", file: str = "", state_file: str = "") -> None:
         """`state_file` has the renewals; "": `file` has them. Raises ConfigError for a file that
-        cannot be read."""
-        self._text = text.strip()
+        cannot be read, or has no token."""
+        self._text = ""
         self._file = file
         self._state_file = state_file or file
         self._state: tuple[int, ...] = ()
         self._renewed = _read(state_file) if state_file else ""
+        if not file:
+            self._take(text)
         self.token()
 
     def token(self) -> str:
-        """Return the token; a replaced file is read again. Raises ConfigError."""
+        """Return the token; a replaced file is read again, and has no effect without a token."""
         if self._file:
             try:
                 state = file_state(Path(self._file))
                 if state != self._state:
-                    self._text = Path(self._file).read_text().strip()
+                    text = Path(self._file).read_text(errors="replace")
                     self._state = state
+                    self._take(text)
             except OSError as error:
                 if not self._text:
                     raise ConfigError(f"token_file = {self._file!r}: {error.strerror}") from None
-        if not self._text.startswith("v1."):
-            source = f"token_file = {self._file!r}" if self._file else TOKEN_VARIABLE
-            raise ConfigError(f"{source}: the token is not one of `forge token issue`")
         return self._renewed if _renews(self._renewed, self._text) else self._text
+
+    def _take(self, text: str) -> None:
+        if (stripped := text.strip()).startswith("v1."):
+            self._text = stripped
+            return
+        source = f"token_file = {self._file!r}" if self._file else TOKEN_VARIABLE
+        error = ConfigError(f"{source}: the token is not one of `forge token issue`")
+        if not self._text:
+            raise error
+        log.warning("credentials_not_reloaded", files="token_file", error=str(error))
 
     @property
     def claims(self) -> Claims:

@@ -13,6 +13,7 @@ from socket import gethostname
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from forge.core.errors import ConfigError, Unauthenticated
 from forge.runtime.security.bearer import Bearer
@@ -319,3 +320,23 @@ def test_replaced_token_file_is_read_again(tmp_path: Path) -> None:
     assert bearer.token() == "v1.thirds.mac"
     with pytest.raises(ConfigError, match="`forge token issue`"):
         Bearer(text="garbage")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff"])
+def test_token_file_without_a_token_has_no_effect_on_a_running_process(
+    tmp_path: Path, content: bytes
+) -> None:
+    """As of wrong certificates; one line of the log names it. A start with it is refused."""
+    file = tmp_path / "token"
+    file.write_text("v1.first.mac")
+    bearer = Bearer(file=str(file))
+    file.write_bytes(content)
+    with capture_logs() as logs:
+        assert [bearer.token() for _ in range(2)] == ["v1.first.mac"] * 2
+    assert [(one["event"], one["files"]) for one in logs] == [
+        ("credentials_not_reloaded", "token_file")
+    ]
+    with pytest.raises(ConfigError, match=f"token_file = '{file}': the token is not one"):
+        Bearer(file=str(file))
+    file.write_text("v1.second.mac")
+    assert bearer.token() == "v1.second.mac"
