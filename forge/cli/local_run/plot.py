@@ -234,7 +234,8 @@ def draw(paths: Sequence[Path], out: Path) -> None:
     try:
         figure.savefig(out)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        # Pillow's have no code.
+        reason = getattr(error, "strerror", None) or error
         raise InvalidArgument(f"--out {out}: {reason}") from error
     finally:
         pyplot.close(figure)

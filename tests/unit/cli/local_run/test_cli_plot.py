@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from forge.cli.local_run.plot import (
@@ -203,3 +205,13 @@ def test_comparison_of_runs_keeps_the_picture_of_each(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plot", *map(str, runs)])
     assert result.output.strip() == str(runs[0] / "comparison.svg")
     assert (runs[0] / "curves.svg").read_bytes() == own
+
+
+def test_error_of_a_picture_without_a_code_is_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Libraries of pictures raise OSError with a text alone."""
+    monkeypatch.setattr(Figure, "savefig", Mock(side_effect=OSError("encoder error -2")))
+    run = write(tmp_path / "run", step(1, qa=0.5))
+    with pytest.raises(InvalidArgument, match=r"x\.png: encoder error -2"):
+        draw([run], tmp_path / "x.png")
