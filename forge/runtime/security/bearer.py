@@ -44,14 +44,16 @@ class Bearer:
         return self._renewed if _renews(self._renewed, self._text) else self._text
 
     def _take(self, text: str) -> None:
-        if (stripped := text.strip()).startswith("v1."):
-            self._text = stripped
-            return
-        source = f"token_file = {self._file!r}" if self._file else TOKEN_VARIABLE
-        error = ConfigError(f"{source}: the token is not one of `forge token issue`")
-        if not self._text:
-            raise error
-        log.warning("credentials_not_reloaded", files="token_file", error=str(error))
+        try:
+            unverified_claims(text.strip())
+        except Unauthenticated:
+            source = f"token_file = {self._file!r}" if self._file else TOKEN_VARIABLE
+            error = ConfigError(f"{source}: the token is not one of `forge token issue`")
+            if not self._text:
+                raise error from None
+            log.warning("credentials_not_reloaded", files="token_file", error=str(error))
+        else:
+            self._text = text.strip()
 
     @property
     def claims(self) -> Claims:

@@ -253,9 +253,12 @@ def unverified_claims(token: str) -> Claims:
     """Return the claims of a token without a check of its signature: for its holder alone. Raises
     Unauthenticated for a malformed one."""
     try:
-        return _claims(json.loads(_decode(token.split(".")[1])))
-    except (binascii.Error, IndexError, ValueError, TypeError, KeyError, RecursionError):
-        raise Unauthenticated("the token is malformed") from None
+        version, payload, *_ = token.split(".")
+        if version == _VERSION:
+            return _claims(json.loads(_decode(payload)))
+    except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    raise Unauthenticated("the token is malformed")
 
 
 def narrow(token: str, audience: str) -> str:

@@ -299,44 +299,50 @@ def test_short_token_of_a_person_expires_in_time(monkeypatch: pytest.MonkeyPatch
         security.verify(token)
 
 
+def issued(subject: str) -> str:
+    return Keyring.from_bytes(KEY).sign(Claims(subject=subject, scopes=frozenset({"runner"})))
+
+
 def test_replaced_token_file_is_read_again(tmp_path: Path) -> None:
     """A runner gets its next token without a restart, also one of the same time, as a coarse clock
     or `cp -p` gives it; an unreadable file keeps the last one."""
     file = tmp_path / "token"
     with pytest.raises(ConfigError, match="No such file"):
         Bearer(file=str(file))
-    file.write_text("v1.first.mac\n")
+    file.write_text(issued("first") + "\n")
     bearer = Bearer(file=str(file))
-    assert bearer.token() == "v1.first.mac"
-    file.write_text("v1.second.mac\n")
+    assert bearer.token() == issued("first")
+    file.write_text(issued("second") + "\n")
     os.utime(file, ns=(1, 1))
-    assert bearer.token() == "v1.second.mac"
+    assert bearer.token() == issued("second")
     next_file = tmp_path / "next"
-    next_file.write_text("v1.thirds.mac\n")
+    next_file.write_text(issued("thirds") + "\n")
     os.utime(next_file, ns=(1, 1))
     next_file.replace(file)
-    assert bearer.token() == "v1.thirds.mac"
+    assert bearer.token() == issued("thirds")
     file.unlink()
-    assert bearer.token() == "v1.thirds.mac"
+    assert bearer.token() == issued("thirds")
     with pytest.raises(ConfigError, match="`forge token issue`"):
         Bearer(text="garbage")
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"\xff", b"v1.eyJzdW", b"v1.MTI.x", b"x.eyJzdWIiOiJ4In0.x"]
+)
 def test_token_file_without_a_token_has_no_effect_on_a_running_process(
     tmp_path: Path, content: bytes
 ) -> None:
-    """As of wrong certificates; one line of the log names it. A start with it is refused."""
+    """As wrong certificates; one line of the log names it, and a start with it is refused."""
     file = tmp_path / "token"
-    file.write_text("v1.first.mac")
+    file.write_text(issued("first"))
     bearer = Bearer(file=str(file))
     file.write_bytes(content)
     with capture_logs() as logs:
-        assert [bearer.token() for _ in range(2)] == ["v1.first.mac"] * 2
+        assert [bearer.token() for _ in range(2)] == [issued("first")] * 2
     assert [(one["event"], one["files"]) for one in logs] == [
         ("credentials_not_reloaded", "token_file")
     ]
     with pytest.raises(ConfigError, match=f"token_file = '{file}': the token is not one"):
         Bearer(file=str(file))
-    file.write_text("v1.second.mac")
-    assert bearer.token() == "v1.second.mac"
+    file.write_text(issued("second"))
+    assert bearer.token() == issued("second")
