@@ -204,7 +204,7 @@ test-engines: setup .venv-vllm/.installed  ## The contract of engines on vLLM, s
 	@FORGE_ENGINES=vllm $(PY) -m pytest tests/engines/test_engines_vllm_run.py tests/engines/test_engines_vllm_canary.py
 
 test-engine: setup  ## The contract of engines on an installed one: ENGINE=NAME, in the environment of PY
-	@FORGE_ENGINES=$(ENGINE) $(PY) -m pytest $(ENGINE_TESTS)
+	@FORGE_ENGINES=$(or $(ENGINE),$(error name it: make test-engine ENGINE=NAME)) $(PY) -m pytest $(ENGINE_TESTS)
 
 # In an environment that has torch for the device: GPU_PYTHON names it.
 GPU_PYTHON ?= $(PY)
