@@ -63,6 +63,17 @@ def are_below(column: bytes, limit: int) -> bool:
     return not (numbers | sums) & (ones << 31)
 
 
+def outside(column: bytes, limit: int) -> int | None:
+    """Return a number of an int32 column that is not from 0 to `limit` - 1; None if there is none.
+
+    The lowest if that is negative, else the highest.
+    """
+    if are_below(column, limit):
+        return None
+    numbers = int32_array(column)
+    return min(numbers) if min(numbers) < 0 else max(numbers)
+
+
 def common_tokens(left: bytes, right: bytes) -> int:
     """Return the number of leading ids that two sequences share."""
     low, high = 0, min(len(left), len(right)) // TOKEN_BYTES

@@ -10,11 +10,11 @@ from forge.core.errors import InvalidArgument, Unavailable
 from forge.core.sampling_limits import MIN_REPETITION_PENALTY, effective_temperature
 from forge.core.token_columns import (
     TOKEN_BYTES,
-    are_below,
     float32_array,
     float32_bytes,
     int32_array,
     int32_bytes,
+    outside,
 )
 from forge.runtime.rpc.routes import read_routes, write_routes
 from forge.v1.common_pb2 import (
@@ -93,9 +93,7 @@ def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:
             f"prompt_ids has {tokens} tokens; the context of {limits.context_tokens} tokens "
             f"holds a prompt of at most {limits.context_tokens - 1}"
         )
-    if not are_below(prompt_ids, limits.vocabulary):
-        ids = int32_array(prompt_ids)
-        wrong = min(ids) if min(ids) < 0 else max(ids)
+    if (wrong := outside(prompt_ids, limits.vocabulary)) is not None:
         raise InvalidArgument(
             f"prompt_ids has token {wrong}; the vocabulary is 0 to {limits.vocabulary - 1}"
         )

@@ -8,14 +8,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from forge.client.operator import Operator
 from forge.client.stored.rollout_tables import note_tables
 from forge.client.task_files import read_tasks
 from forge.core.errors import Unavailable
 from forge.core.routes import RouteShape
-from forge.rl.model.capabilities import attention_channels
 from forge.runtime import weights
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.tasks import cancel_and_wait
@@ -153,14 +152,14 @@ class TrainerApp:
     ) -> ActorRef:
         assert self._election is not None
         lineage = self._election.lineage
-        channels = await asyncio.to_thread(self._attention_channels)
+        model = await asyncio.to_thread(AutoConfig.from_pretrained, self._config.model_path)
         routes = await learner.ask(DescribeRoutes(), timeout_s=UNBOUNDED_S)
         return await self._context.actors.spawn(
             lambda: Training(
                 self._config,
                 learner=learner,
                 writer=writer,
-                source=self._source(channels, routes),
+                source=self._source(model, routes),
                 record=self._record,
                 lineage=lineage,
                 make_publisher=self._make_publisher,
@@ -301,7 +300,7 @@ class TrainerApp:
             run_id=run_id_in(Path(config.checkpoint.dir)),
         )
 
-    def _source(self, channels: int, route_shape: RouteShape | None) -> BatchSource:
+    def _source(self, model: PretrainedConfig, route_shape: RouteShape | None) -> BatchSource:
         config = self._config
         self._batches = BatchSource(
             self._context.remote("scheduler", scheduler_pb2_grpc.SchedulerServiceStub),
@@ -309,7 +308,7 @@ class TrainerApp:
                 config,
                 self._context.remote("pool", pool_pb2_grpc.PoolServiceStub),
                 self._readers,
-                channels=channels,
+                model=model,
                 route_shape=route_shape,
             ),
             baselines_s=lambda: speed_baselines(self._record.steps),
@@ -322,6 +321,3 @@ class TrainerApp:
             ),
         )
         return self._batches
-
-    def _attention_channels(self) -> int:
-        return attention_channels(AutoConfig.from_pretrained(self._config.model_path))

@@ -44,7 +44,8 @@ _STEPS = counter("forge_trainer_steps_total", "Optimizer steps taken.")
 _SKIPPED = counter("forge_trainer_batches_skipped_total", "Batches without a usable gradient.")
 _EXCLUDED = counter(
     "forge_trainer_excluded_trajectories_total",
-    "Trajectories left out because their records contradict each other.",
+    "Trajectories left out because their records contradict each other, or have an id "
+    "outside the policy's vocabulary.",
 )
 _UNTIMED = counter(
     "forge_trainer_untimed_trajectories_total",

@@ -17,7 +17,7 @@ from forge.runtime.coordination import Coordinator
 from forge.runtime.weights import TensorEntry, content_digest
 from forge.v1 import trainer_pb2
 from tests.support.runtime.waiting import until
-from tests.support.scheduler.cluster import assert_counts_balance
+from tests.support.scheduler.cluster import assert_counts_balance, make_task
 from tests.support.trainer.process import START_S
 from tests.support.trainer.stack import GROUPS_PER_STEP, Stack, trainer_stack, until_finished
 
@@ -247,6 +247,22 @@ async def test_sigterm_waits_for_no_dead_scheduler(stack: Stack) -> None:
     await until(loads)
     assert await asyncio.to_thread(stack.trainer.terminate) == 0
     assert stack.trainer.logged("stopped")
+
+
+async def test_id_outside_the_vocabulary_ends_no_step(stack: Stack) -> None:
+    """The batch is trained without the trajectory that has it, and the log names both."""
+    stack.trainer.start(max_steps=1)
+    await stack.cluster.submit([make_task(f"task-{n}", size=2) for n in range(GROUPS_PER_STEP)])
+    leases = await stack.cluster.lease(2 * GROUPS_PER_STEP)
+    for number, lease in enumerate(leases):
+        sampled = (4, 5) if number else (4, 10**6)
+        await stack.cluster.seal(lease, reward=float(number % 3 > 0), sampled=sampled)
+    await stack.cluster.finish(leases)
+    last = await stack.client.until_step(1)
+    assert last.trajectories == 2 * GROUPS_PER_STEP - 1
+    (excluded,) = stack.trainer.logged("trajectory_excluded")
+    assert excluded["trajectory_id"] == leases[0].trajectory_id
+    assert "turn 0 has token 1000000; the vocabulary is 0 to " in excluded["error"]
 
 
 async def test_unknown_model_is_one_line(stack: Stack) -> None:

@@ -1,17 +1,33 @@
-"""Answers of the version in service that ended with a log-prob that is not finite."""
+"""Broken answers: log-probs that are not finite, and ids outside the model's vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from forge.core.errors import ForgeError
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.weights import BROKEN_KEY
-from services.inference.worker.metrics import BROKEN_ANSWERS
+from services.inference.worker.metrics import BROKEN_ANSWERS, BROKEN_OUTPUTS
+
+
+class BrokenOutput(ForgeError):
+    """The engine sampled an id outside the model's vocabulary; the message names engine and id."""
+
+
+def check_ids(ids: Sequence[int], vocabulary: int, *, engine: str) -> None:
+    """Raise BrokenOutput for sampled ids that are not from 0 to `vocabulary` - 1, and count it."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+        BROKEN_OUTPUTS.inc()
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise BrokenOutput(
+            f"the engine {engine} sampled token {wrong}; the vocabulary is 0 to {vocabulary - 1}"
+        )
 
 
 async def note_broken(context: ServiceContext) -> None:
-    """Count one in the worker's metadata, by which the trainer judges a canary."""
+    """Count an answer of the version in service with a log-prob that is not finite in the worker's
+    metadata, by which the trainer judges a canary."""
     BROKEN_ANSWERS.inc()
     version = context.metadata.get("weight_version", "0")
     of, _, count = context.metadata.get(BROKEN_KEY, "").partition(" ")

@@ -67,6 +67,11 @@ BROKEN_ANSWERS = counter(
     "forge_inference_broken_answers_total",
     "Answers that ended with a log-prob that is not finite.",
 )
+BROKEN_OUTPUTS = counter(
+    "forge_inference_broken_outputs_total",
+    "Answers that the worker refused, since its engine sampled an id outside the model's "
+    "vocabulary.",
+)
 REFUSED_DELTAS = counter(
     "forge_inference_weight_deltas_refused_total",
     "Damaged deltas; the worker then fetched the rest of the version without deltas.",

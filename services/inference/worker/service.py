@@ -41,6 +41,7 @@ from services.inference.engines.base import (
 from services.inference.engines.capabilities import EARLY_HAND_OFF, Capabilities
 from services.inference.engines.refusals import check_request
 from services.inference.worker import shared_memory
+from services.inference.worker.broken_answers import BrokenOutput, check_ids
 from services.inference.worker.kv_fetch import KvFetcher
 
 MAX_PROMPT_ROUTE_BYTES = 2 << 20
@@ -74,7 +75,11 @@ class PrefillServicer(rpc.PrefillServiceServicer):
             if self._on_broken is not None:
                 await self._on_broken()
             raise
-        return _prefilled(read, prompt, self._engine.capabilities)
+        try:
+            return _prefilled(read, prompt, self._engine)
+        except BrokenOutput:
+            self._engine.release(request.request_id)
+            raise
 
     async def FetchKv(
         self, request: pb.FetchKvRequest, context: Any
@@ -122,11 +127,11 @@ class PrefillServicer(rpc.PrefillServiceServicer):
         self._engine.release(request_id)
 
 
-def _prefilled(read: Prefilled, prompt: Prompt, able: Capabilities) -> pb.PrefillResponse:
+def _prefilled(read: Prefilled, prompt: Prompt, engine: PrefillEngine) -> pb.PrefillResponse:
     current_span().set(
         {"gen_ai.usage.input_tokens": prompt.tokens, "forge.cached_tokens": read.cached_tokens}
     )
-    first = _with_shares(read.first, prompt, able)
+    first = _checked(read.first, prompt, engine.limits, engine.capabilities)
     return pb.PrefillResponse(
         first=codec.write_tokens(_with_last_routes(first)),
         cached_tokens=read.cached_tokens,
@@ -272,7 +277,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
             read = await self._local.prefill(prompt, hold_s=_OWN_HOLD_S)
             finish = finish_with(read.first, prompt, self._engine.limits)
             yield pb.DecodeResponse(
-                prefilled=_prefilled(read, prompt, self._engine.capabilities),
+                prefilled=_prefilled(read, prompt, self._local),
                 finish_reason=codec.write_finish(finish),
             )
             if finish is None:
@@ -286,11 +291,12 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         self, request: pb.DecodeRequest, prompt: Prompt, first: Tokens | None
     ) -> AsyncGenerator[pb.DecodeResponse, None]:
         fetch = self.fetcher.fetch(request, to_token=prompt.tokens)
+        limits, able = self._engine.limits, self._engine.capabilities
         # Without `first` it has been found to be one.
         engine = cast(EarlyDecodeEngine, self._engine)
         async with aclosing(engine.decode(prompt, first, fetch, stream=request.stream)) as pieces:
             async for piece in pieces:
-                tokens = _with_shares(piece.tokens, prompt, self._engine.capabilities)
+                tokens = _checked(piece.tokens, prompt, limits, able)
                 if piece.finish:
                     current_span().set(
                         {"forge.queue_s": piece.queue_s, "forge.decode_s": piece.decode_s}
@@ -337,9 +343,10 @@ def _with_last_routes(tokens: Tokens) -> Tokens:
     return replace(tokens, routes=kept)
 
 
-def _with_shares(tokens: Tokens, prompt: Prompt, able: Capabilities) -> Tokens:
+def _checked(tokens: Tokens, prompt: Prompt, limits: ModelLimits, able: Capabilities) -> Tokens:
     """The tokens; NaN stands for each share that the engine does not compute, so that training
-    leaves the turn out instead of using it without its correction."""
+    leaves the turn out instead of using it without its correction. Raises BrokenOutput."""
+    check_ids(tokens.ids, limits.vocabulary, engine=able.engine)
     if able.shares or not prompt.sampling.reshapes:
         return tokens
     return replace(tokens, allowed=(math.nan,) * len(tokens.ids))

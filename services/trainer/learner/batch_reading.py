@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from forge.core.routes import RouteShape
 from forge.rl.learner.batch_plan import plan_batch
+from forge.rl.model.capabilities import attention_channels
 from forge.runtime.rpc.remote import Remote
 from services.trainer.batches.divided_reading import DividedReading, ReadingSettings
 from services.trainer.batches.read_orders import PlanSettings
@@ -21,14 +23,16 @@ def batch_reading(
     pool: Remote[Any],
     readers: DataGroupReaders | None,
     *,
-    channels: int,
+    model: Any,
     route_shape: RouteShape | None,
 ) -> BatchReading:
-    """Reading by `readers`, or by this process alone without any. `channels` and `route_shape` as
-    for `forge.rl.learner.batch_plan.plan_batch`."""
+    """Reading by `readers`, or by this process alone without any. `model` is the transformers
+    configuration of the policy; `route_shape` as for `forge.rl.learner.batch_plan.plan_batch`."""
+    vocabulary = model.get_text_config(decoder=True).vocab_size
+    rules = replace(config.credit_rules(), vocabulary=vocabulary)
     plan = PlanSettings(
         token_budget=config.token_budget,
-        channels=channels,
+        channels=attention_channels(model),
         relay=config.mesh_shape.cp == 1,
         route_shape=route_shape,
     )
@@ -37,7 +41,7 @@ def batch_reading(
             readers,
             addresses_in(pool),
             settings=ReadingSettings(
-                rules=config.credit_rules(),
+                rules=rules,
                 plan=plan,
                 mini_batches=config.mini_batches,
                 patience_s=config.patience_s,
@@ -55,6 +59,6 @@ def batch_reading(
             mini_batches=config.mini_batches,
             route_shape=plan.route_shape,
         ),
-        rules=config.credit_rules(),
+        rules=rules,
         logged_rollouts=config.logged_rollouts,
     )

@@ -25,5 +25,7 @@ class CreditRules:
     """Samples carry returns, from which a critic computes advantages."""
     train_side_calls: frozenset[str] = frozenset()
     """Domains whose side calls are trained, unless the agent excluded them."""
+    vocabulary: int = 0
+    """Tokens of the policy's vocabulary, which bounds the ids; 0: unknown."""
     drop_flat_groups: bool = False
     """Leave out groups whose rollouts all have the same outcome and process reward."""

@@ -18,7 +18,7 @@ from forge.core.credit.rewards import returns_to_go, turn_rewards
 from forge.core.credit.side_calls import SideCall, side_calls
 from forge.core.errors import InvalidArgument
 from forge.core.sampling_limits import effective_temperature
-from forge.core.token_columns import int32_array
+from forge.core.token_columns import int32_array, outside
 from forge.core.trajectory import TokenTree, TurnTokens
 from forge.runtime.telemetry import log
 from forge.v1 import common_pb2 as pb
@@ -97,6 +97,7 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules, place: int) -> Score
     turn_indices = policy_turns(trajectory)
     trajectory, other_turns = policy_part(trajectory)
     try:
+        _check_ids(trajectory, rules.vocabulary)
         tree = TokenTree([_trained_tokens(turn) for turn in trajectory.turns])
         rewards_T = turn_rewards(
             [reward_component(event) for event in trajectory.rewards],
@@ -119,6 +120,19 @@ def _rollout(trajectory: pb.Trajectory, rules: CreditRules, place: int) -> Score
         other_turns=other_turns,
         penalty=sum(penalties_T),
     )
+
+
+def _check_ids(trajectory: pb.Trajectory, vocabulary: int) -> None:
+    """Raises `InvalidArgument` for an id that the policy does not have: its embedding would end the
+    step of the whole batch."""
+    for turn in trajectory.turns if vocabulary else ():
+        for column in (turn.prompt_ids, turn.sampled.ids):
+            if (wrong := outside(column, vocabulary)) is not None:
+                engine = f" of engine {turn.engine}" if turn.engine else ""
+                raise InvalidArgument(
+                    f"turn {turn.turn_index}{engine} has token {wrong}; the vocabulary is 0 to "
+                    f"{vocabulary - 1}"
+                )
 
 
 def _trained_tokens(turn: pb.Turn) -> TurnTokens:

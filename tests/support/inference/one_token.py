@@ -18,12 +18,17 @@ LENIENT = {
 class OneToken:
     limits = ModelLimits(context_tokens=100, vocabulary=100)
 
-    def __init__(self, *, shares: bool) -> None:
+    def __init__(self, *, shares: bool = False, token: int = 4) -> None:
         able: Any = LENIENT
         self.capabilities = Capabilities(engine="one", shares=shares, **able)
+        self._token = token
+        self.released: list[str] = []
         self._allowed = (-0.5,) if shares else ()
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         allowed = self._allowed if prompt.sampling.reshapes else ()
-        first = Tokens(ids=(4,), logprobs=(-1.0,), versions=(1,), allowed=allowed)
+        first = Tokens(ids=(self._token,), logprobs=(-1.0,), versions=(1,), allowed=allowed)
         return Prefilled(first=first, cached_tokens=0, queue_s=0.0, prefill_s=0.0)
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)

@@ -249,12 +249,18 @@ class SchedulerCluster:
         request = scheduler_pb2.RenewRolloutsRequest(lease_ids=ids)
         return list((await self.ask("RenewRollouts", request)).lost)
 
-    async def seal(self, lease: scheduler_pb2.RolloutLease, *, reward: float = 1.0) -> None:
+    async def seal(
+        self,
+        lease: scheduler_pb2.RolloutLease,
+        *,
+        reward: float = 1.0,
+        sampled: Sequence[int] = (4, 5),
+    ) -> None:
         """What the gateway does: one turn, then the seal."""
         shard = self.keyring.verify(lease.session_token, now_s=0.0).pool_shard
         turn = pool_pb2.AppendTurnsRequest(
             sequence=1,
-            turn=one_chunk(make_turn(lease.trajectory_id)),
+            turn=one_chunk(make_turn(lease.trajectory_id, sampled=sampled)),
         )
         _, stub = await self._pools.pick(
             where=lambda i: i.metadata["shard"] == shard, timeout_s=START_S

@@ -211,11 +211,14 @@ def test_samples_of_a_trajectory_have_its_number() -> None:
         # Stored by an earlier version: the grader's outcome, and one that the agent set.
         trajectory([turn(0, [1], [2])], [outcome(0), outcome(1000)]),
         trajectory([], [outcome(1)]),
+        trajectory([turn(0, [1], [2, 9])], [outcome(1)]),
+        trajectory([turn(0, [1], [2]), turn(1, [-1], [2])], [outcome(1)]),
     ],
 )
 def test_inconsistent_trajectory_is_left_out(bad: pb.Trajectory) -> None:
     """It is counted, it shifts no baseline, and the rest of the batch is trained."""
-    batch = build_samples([[bad, one_turn(1), one_turn(0)]], RULES)
+    rules = replace(RULES, vocabulary=9)
+    batch = build_samples([[bad, one_turn(1), one_turn(0)]], rules)
     assert (batch.excluded, batch.trajectories) == (1, 2)
     assert [float32_array(one.advantages)[0] for one in batch.samples] == [0.5, -0.5]
 
