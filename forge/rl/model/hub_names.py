@@ -48,7 +48,7 @@ class HubNames:
         own = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self._shapes = _shapes(own)
         try:
-            whole = _shapes(revert_weight_conversion(model, own))
+            self._hub_shapes = _shapes(revert_weight_conversion(model, own))
             by_part = [
                 (part, _shapes({name: own[name] for name in names}), self._reverted(own, names))
                 for part, names in _parts(own).items()
@@ -61,7 +61,7 @@ class HubNames:
         self._changed = {part for part, before, one in by_part if before != _shapes(one)}
         """Parts with other names or shapes on the hub."""
         found = {name: shape for *_, one in by_part for name, shape in _shapes(one).items()}
-        if found != whole:
+        if found != self._hub_shapes:
             raise InvalidArgument(
                 f"{type(model).__name__} has tensors on the hub that join several layers"
             )
@@ -103,9 +103,15 @@ class HubNames:
         for name, shape in shapes.items():
             if self._shapes.get(name) != torch.Size(shape):
                 raise InvalidArgument(f"{name} of shape {list(shape)} is not in the model")
+        layers = [
+            {name: _few(self._shapes[name]) for name in own} for own in _parts(shapes).values()
+        ]
+        # One run for all: its memory costs more time than the numbers.
+        most = max((sum(map(math.prod, few.values())) for few in layers), default=0)
+        run = torch.arange(most, dtype=torch.int32)
         try:
-            for own in _parts(shapes).values():
-                found |= self._ranges(own)
+            for few in layers:
+                found |= self._ranges(few, run)
         except (*_NO_WAY_BACK, IndexError) as error:
             raise InvalidArgument(f"tensors of the hub are no ranges: {error!r}") from error
         return {
@@ -114,22 +120,23 @@ class HubNames:
             if parts != (HubPart(name, tuple(self._shapes[name])),)
         }
 
-    def _ranges(self, names: Sequence[str]) -> dict[str, tuple[HubPart, ...]]:
+    def _ranges(
+        self, layer: Mapping[str, Sequence[int]], run: Tensor
+    ) -> dict[str, tuple[HubPart, ...]]:
         """The parts of each tensor of one layer. Raises `ValueError` if the hub has other data, or
         a tensor that is no range of one of them.
 
-        Reverts numbers in place of values, of each row the first few.
+        Reverts numbers of `run` in place of values, of each row the first few: in the shapes of
+        `layer`, by name.
         """
+        names, few = list(layer), list(layer.values())
         shapes = [self._shapes[name] for name in names]
-        few = [(*one[:-1], min(one[-1], _WIDTH)) if one[1:] else one for one in shapes]
         ends = [0, *accumulate(map(math.prod, few))]
-        run = torch.arange(ends[-1])
         numbers = {
-            name: run[start:end].view(one)
+            name: run[start:end].view(tuple(one))
             for name, (start, end), one in zip(names, pairwise(ends), few, strict=True)
         }
-        empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
-        reverted, wanted = self._reverted(numbers, names), _shapes(self._reverted(empty, names))
+        reverted = self._reverted(numbers, names)
         ranges: dict[str, list[tuple[str, torch.Size, int]]] = {name: [] for name in names}
         end = 0
         for hub, found in sorted(reverted.items(), key=lambda one: int(one[1].flatten()[0])):
@@ -139,7 +146,7 @@ class HubNames:
             if shapes[own] != few[own] and shape[-1:] == few[own][-1:]:
                 shape = torch.Size((*shape[:-1], shapes[own][-1]))
             in_order = found.dtype == run.dtype and torch.equal(found.flatten(), run[start:end])
-            if not in_order or end > ends[own + 1] or shape != wanted[hub]:
+            if not in_order or end > ends[own + 1] or shape != self._hub_shapes[hub]:
                 raise ValueError(f"{hub}, or another of its layer, is no range of one tensor")
             first = (start - ends[own]) * shapes[own].numel() // math.prod(few[own])
             ranges[names[own]].append((hub, shape, first))
@@ -153,6 +160,11 @@ class HubNames:
             self._model, {name: tensors[name] for name in names}
         )
         return found
+
+
+def _few(shape: torch.Size) -> torch.Size:
+    """The shape of the first elements of each row."""
+    return torch.Size((*shape[:-1], min(shape[-1], _WIDTH))) if shape[1:] else shape
 
 
 def _parts(names: Iterable[str]) -> dict[str, list[str]]:
