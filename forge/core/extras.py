@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DISTRIBUTION = "forge-rl"
+_LIBRARY = (f"{Path(traceback.__file__).parent}/", "<frozen ")
+"""Beginnings of the file names of Python's own modules."""
 
 
 def requirements(extras: Collection[str]) -> list[Requirement]:
@@ -118,9 +120,15 @@ def import_named(module: str) -> ModuleType:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the place of an error: " (scores.py:12)"."""
+    """Return the place of an error: " (scores.py:12)". For one that Python's library raises, as
+    `json.loads` does, that of the call."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    own = [one for one in frames if not _is_of_python(one.filename)] or frames
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+
+
+def _is_of_python(file: str) -> bool:
+    return file.startswith(_LIBRARY) and "/site-packages/" not in file
 
 
 def not_installed(packages: Collection[str], extra: str) -> str:

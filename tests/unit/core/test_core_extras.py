@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -15,7 +17,7 @@ from forge.cli.local_run import plot
 from forge.cli.main import app
 from forge.core.entry_points import load_entry_point
 from forge.core.errors import ConfigError
-from forge.core.extras import extras_named, extras_with
+from forge.core.extras import extras_named, extras_with, place_of
 from forge.runtime.process import startup
 from forge.runtime.process.service import _Process
 from forge.runtime.settings import ServiceConfig
@@ -140,3 +142,19 @@ def test_entry_point_without_its_package_names_the_extra(
     entry = metadata.EntryPoint("e", "engine_without_torch", "forge.engines")
     with pytest.raises(ConfigError, match=r"lmdb; install it: pip install 'forge-rl\[pool\]'"):
         load_entry_point(entry)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda: int("x"), lambda: json.loads("x"), lambda: asyncio.run(asyncio.wait_for(fails(), 60))],
+    ids=["own", "library", "below the library"],
+)
+def test_place_of_an_error_is_in_code_outside_of_pythons_library(call: Callable[[], Any]) -> None:
+    """The line of json/decoder.py would say nothing about an agent or a score."""
+    with pytest.raises(ValueError) as raised:
+        call()
+    assert place_of(raised.value).startswith(" (test_core_extras.py:")
+
+
+async def fails() -> None:
+    json.loads("x")
