@@ -1,15 +1,22 @@
 """Drives training from its first step to the end of the run.
 
 Owns the errors that end the process and those that are retried: training waits out an outage of
-etcd, pool and scheduler, and stops for a setting that cannot be right, another trainer, or weights
-that diverged.
+etcd, pool and scheduler, and stops for a setting that cannot be right, another trainer, weights
+that diverged, or a step that always ends with the same error of this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from forge.core.errors import ActorStopped, ConfigError, ForgeError
+from forge.core.errors import (
+    ActorStopped,
+    ConfigError,
+    ForgeError,
+    InvalidArgument,
+    first_line,
+)
+from forge.core.extras import place_of
 from forge.runtime.actors.actor_system import ActorRef
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.process.service import ServiceContext
@@ -17,11 +24,35 @@ from forge.runtime.telemetry import log
 from forge.v1 import trainer_pb2
 from services.trainer.actors.steering import ResumeHold, ReviewCanary
 from services.trainer.actors.training import UNBOUNDED_S, Advance, Diverged
+from services.trainer.learner.rank_processes import RankGone
 from services.trainer.published.publisher import Superseded
 from services.trainer.published.versions import PublishedVersions
 from services.trainer.reporting.run_record import TrainingRecord
 
 _RETRY_S = 1.0
+MOST_EQUAL_FAILURES = 3
+"""Attempts at a step that end with one error which no peer can mend; then the process ends."""
+
+
+class StepFailed(ForgeError):
+    """A step always ends with the same error; the message has step, error and place."""
+
+
+class _EqualFailures:
+    """Counts errors of this process that are equal, with no step between them."""
+
+    def __init__(self) -> None:
+        self._last = (0, "")
+        self._count = 0
+
+    def add(self, error: Exception, *, step: int) -> StepFailed | None:
+        """Return the error that ends the process once there are `MOST_EQUAL_FAILURES`."""
+        said = f"{type(error).__name__}: {first_line(error)}{place_of(error)}"
+        self._count = self._count + 1 if self._last == (step, said) else 1
+        self._last = (step, said)
+        if self._count < MOST_EQUAL_FAILURES:
+            return None
+        return StepFailed(f"step {step + 1} failed {self._count} times in a row: {said}")
 
 
 class TrainingLoop:
@@ -57,7 +88,7 @@ class TrainingLoop:
 
     async def _advance(self) -> None:
         """Advance training until it has finished or a fatal error stops the process."""
-        more, resumed = True, False
+        more, resumed, failures = True, False, _EqualFailures()
         while more:
             try:
                 if not resumed:
@@ -74,11 +105,15 @@ class TrainingLoop:
                 log.error(type(error).__name__.lower(), error=str(error))
                 self._context.stop()
                 return
-            except ForgeError as error:
-                log.warning("training_waits", error=str(error))
-                await asyncio.sleep(_RETRY_S)
-            except Exception:
-                # The actor's supervisor restarts it or ends the process.
+            except Exception as error:
+                # An actor with an error outside the tree is restarted by its supervisor.
+                if isinstance(error, ForgeError):
+                    log.warning("training_waits", error=str(error))
+                if _is_own(error):
+                    failure = failures.add(error, step=self._record.step)
+                    if failure is not None:
+                        self._context.fail("training", failure)
+                        return
                 await asyncio.sleep(_RETRY_S)
 
     async def _review_canaries(self) -> None:
@@ -94,3 +129,9 @@ class TrainingLoop:
                 return
             except ForgeError as error:
                 log.warning("canary_waits", error=str(error))
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether a retry runs into the same error, whatever becomes of the peers: a wrong value or a
+    fault of the code. A lost rank is a peer, too."""
+    return isinstance(error, InvalidArgument) or not isinstance(error, ForgeError | RankGone)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from forge.core.errors import ForgeError
+from forge.core.errors import ConfigError, ForgeError
 from forge.rl.collectives import RankLost, lost_ranks
 from forge.rl.learner.batch_plan import BatchPlan
 from forge.rl.parallel.world import World
@@ -64,6 +64,7 @@ from services.trainer.torchrun_rank import report_failure, under_torchrun
 
 _END_S = 5.0
 _LOOK_S = 0.05
+_MISSET = f"{ConfigError.__name__}: "
 _FAILURE = "failure"
 """Key of the error of the rank that failed first."""
 
@@ -75,6 +76,10 @@ class _Scattered:
 
 class RankFailed(RuntimeError):
     """Another rank failed, and with it the group; the message names the rank and its error."""
+
+
+class RankGone(RankFailed):
+    """It has no error of its own: it was killed, was silent, or its host is away."""
 
 
 class Ranks:
@@ -210,7 +215,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context of the exchanges of rank 0 with the others. Raises `RankFailed`."""
+        """Context of the exchanges of rank 0 with the others. Raises as `fail`."""
         self._exchanges, self._in_exchange = self._exchanges + 1, True
         try:
             yield
@@ -220,19 +225,19 @@ class Ranks:
             self._in_exchange = False
 
     def fail(self, because: str, consequence: BaseException | None = None) -> NoReturn:
-        """Raises `RankFailed` with the cause, or with `because` if the cause is unknown."""
-        cause = self._cause() or because
+        """Raises `RankFailed` with the error of the rank that failed first, or `ConfigError` if
+        that was one; `RankGone` with the end of a dead one, or with `because`."""
+        if not self._silent and self._store.check([_FAILURE]):
+            failure = self._store.get(_FAILURE).decode()
+            said = f"{failure}; details are in its log; the other ranks ended as a consequence"
+            report_failure(said)
+            raise (ConfigError if f" failed: {_MISSET}" in said else RankFailed)(said)
+        cause = self._silent or self._end_of_child() or because
         report_failure(cause)
-        raise RankFailed(cause) from consequence
+        raise RankGone(cause) from consequence
 
-    def _cause(self) -> str:
-        """The error of the rank that failed first, or the exit code of a dead one; "" if neither
-        is known."""
-        if self._silent:
-            return self._silent
-        if self._store.check([_FAILURE]):
-            failure: str = self._store.get(_FAILURE).decode()
-            return f"{failure}; details are in its log; the other ranks ended as a consequence"
+    def _end_of_child(self) -> str:
+        """The signal or exit code of a dead rank; "" if none is known."""
         for rank, process in enumerate(self._processes, start=1):
             process.join(_END_S)
             if (code := process.exitcode) is not None and code < 0:
