@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import shutil
 import socket
@@ -34,6 +35,7 @@ INSTALL = (
     f"extra alone, e.g. '{DISTRIBUTION}[gateway]'."
 )
 _COMPLETE = "Give this process a complete /dev, /proc and /sys, and the right to fork."
+_OF_HOST = re.compile(r"(?<![\w.-])/(dev|proc|sys)/")
 _GATEWAY = "services.gateway"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TORCH = """
@@ -158,7 +160,7 @@ def _torch() -> Finding:
     if tried.returncode:
         reason = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
         # torch opens /dev/urandom at its import.
-        of_host = any(path in reason for path in ("/dev/", "/proc/", "/sys/"))
+        of_host = _OF_HOST.search(reason) is not None
         again = "Reinstall it: pip install --force-reinstall --no-deps torch"
         return Finding(
             ok=False,

@@ -67,6 +67,7 @@ def test_absent_torch_is_to_install_and_not_to_reinstall(monkeypatch: pytest.Mon
     [
         ("Unable to open /dev/urandom", "Give this process a complete /dev"),
         ("/opt/torch/lib/libtorch.so: undefined symbol: at", "Reinstall it"),
+        ("/home/ada/dev/torch/lib/libtorch.so: undefined symbol: at", "Reinstall it"),
     ],
 )
 def test_remedy_of_a_failed_torch_fits_its_cause(
