@@ -77,7 +77,8 @@ def run(options: RunOptions) -> None:
     """Train a model end to end on this machine and print the result.
 
     Starts every service as a separate process, measures held-out tasks, trains, measures
-    again and stops everything. After an interruption the same command resumes the run.
+    again and stops everything. After an interruption the same command resumes the run, also
+    without its options.
 
     [dim]forge run --model smollm2 --device cuda:0 --set trainer.optimizer.learning_rate=2e-5[/dim]
 

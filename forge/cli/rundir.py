@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from forge.core.errors import FailedPrecondition, InvalidArgument
 from forge.runtime.files.private import replace_private_file
@@ -33,6 +33,8 @@ class RunState:
     """The current phase, from which a resumed run continues."""
     campaign: bool = True
     """False: `forge up` began it, so its queue may have any tasks."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the command line with which the run is resumed: see `RunOptions.kept`."""
 
 
 class RunDirectory:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -15,6 +16,15 @@ Root = Annotated[Path, typer.Option(help="Directory of runs and models.", envvar
 Seed = Annotated[int, typer.Option(min=0, help="Seed of weights, tasks and their order.")]
 OF_CAMPAIGN = ("steps", "eval_tasks", "eval_every_steps")
 """Options of a run that a stack without a campaign lacks."""
+_KEPT = {
+    "engine": str,
+    "engine_python": Path,
+    "device": str,
+    "trainer_processes": int,
+    "models": Path,
+    "eval_every_steps": int,
+}
+"""Options that a run keeps, as it does `overrides`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +71,22 @@ class RunOptions:
         ),
     ] = None
     device: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Torch device of the trainer and the workers: cpu, cuda:0, or cuda (each trainer "
             "process its own GPU). On a GPU the trainer computes in bfloat16.",
+            show_default=f"that of --run-dir, or {CPU}",
         ),
-    ] = CPU
+    ] = None
     trainer_processes: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
+            show_default="that of --run-dir, or 1",
             help="Processes of the trainer (ranks), started by torchrun. They compute each tree "
             "together, or divide the model with --set trainer.mesh.dp_shard=N (docs/scaling.md).",
         ),
-    ] = 1
+    ] = None
     console: Annotated[
         bool, typer.Option(help="Serve the web console on a free port of loopback.")
     ] = True
@@ -86,12 +98,13 @@ class RunOptions:
         ),
     ] = None
     engine: Annotated[
-        str,
+        str | None,
         typer.Option(
+            show_default=f"that of --run-dir, or {EMBEDDED}",
             help="Engine of inference: embedded, vllm, or one of an installed package. Any other "
-            "than embedded runs as one worker of the role both (docs/engines.md)."
+            "than embedded runs as one worker of the role both (docs/engines.md).",
         ),
-    ] = EMBEDDED
+    ] = None
     engine_python: Annotated[
         Path | None,
         typer.Option(
@@ -103,7 +116,8 @@ class RunOptions:
         list[str] | None,
         typer.Option(
             "--set",
-            help="service.key=value, e.g. trainer.optimizer.learning_rate=1e-4. Repeatable.",
+            help="service.key=value, e.g. trainer.optimizer.learning_rate=1e-4. Repeatable; a "
+            "resumed run keeps those of its earlier starts.",
         ),
     ] = None
     settings: Settings = field(init=False)
@@ -115,3 +129,42 @@ class RunOptions:
         object.__setattr__(self, "settings", parse_overrides(self.overrides or []))
         others = RunModels.read(self.models) if self.models else RunModels(tables={})
         object.__setattr__(self, "other_models", others)
+
+    def kept(self) -> dict[str, Any]:
+        """Returns the given options with which the run is resumed, for its state."""
+        given = {name: getattr(self, name) for name in _KEPT}
+        kept: dict[str, Any] = {
+            name: str(value.absolute()) if isinstance(value, Path) else value
+            for name, value in given.items()
+            if value is not None
+        }
+        return kept | ({"overrides": _words(self.settings)} if self.settings else {})
+
+    def resuming(self, kept: Mapping[str, Any]) -> tuple[Self, str]:
+        """Returns these options with those that the run has `kept` and that are not given again,
+        and the latter as words."""
+        chosen = {
+            name: made(kept[name])
+            for name, made in _KEPT.items()
+            if name in kept and getattr(self, name) is None
+        }
+        if self.engine not in (None, kept.get("engine")):
+            # The Python of another engine.
+            chosen.pop("engine_python", None)
+        former = parse_overrides(kept.get("overrides", []))
+        left = {
+            service: {key: own[key] for key in own if key not in self.settings.get(service, {})}
+            for service, own in former.items()
+        }
+        words = [f"--{name.replace('_', '-')} {value}" for name, value in chosen.items()]
+        words += [f"--set {word}" for word in _words(left)]
+        overrides = [*_words(left), *(self.overrides or [])]
+        return replace(self, **chosen, overrides=overrides or None), " ".join(words)
+
+
+def _words(settings: Settings) -> list[str]:
+    return [
+        f"{service}.{key}={value}"
+        for service, own in settings.items()
+        for key, value in own.items()
+    ]

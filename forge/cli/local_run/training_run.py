@@ -29,7 +29,7 @@ from forge.cli.local_run.models.models import ensure_model
 from forge.cli.local_run.models.served_models import ensured, known
 from forge.cli.local_run.plot import draw, read_evaluations
 from forge.cli.local_run.preflight import preflight
-from forge.cli.local_run.presets import CPU, Preset, Settings, merged, preset_for
+from forge.cli.local_run.presets import CPU, EMBEDDED, Preset, Settings, merged, preset_for
 from forge.cli.local_run.run_options import RunOptions
 from forge.cli.local_run.stack import Stack, StackPlan, default_gateways
 from forge.cli.rundir import RunDirectory, RunState, choose_run_directory
@@ -70,6 +70,17 @@ def new_state(options: RunOptions) -> RunState:
         seed=options.seed or 0,
         steps=preset_for(model).steps,
     )
+
+
+def resumed(options: RunOptions, directory: RunDirectory) -> RunOptions:
+    """Returns the options with those of the run's earlier starts, and prints the latter."""
+    state = directory.load()
+    if state is None:
+        return options
+    chosen, words = options.resuming(state.options)
+    if words:
+        say(f"Taken over from {directory.path}: {words}")
+    return chosen
 
 
 async def check_run(options: RunOptions, directory: RunDirectory, *, campaign: bool = True) -> None:
@@ -136,7 +147,7 @@ def run_state(options: RunOptions, directory: RunDirectory) -> RunState:
         state = new_state(options)
     else:
         directory.check_same(state, model=options.model, seed=options.seed)
-    return replace(state, steps=options.steps or state.steps)
+    return replace(state, steps=options.steps or state.steps, options=options.kept())
 
 
 def settings_of(
@@ -148,7 +159,7 @@ def settings_of(
         run_settings(state, preset, mode),
         preset.settings,
         evaluation_settings(options, directory),
-        device_settings(options.device),
+        device_settings(options.device or CPU),
         options.settings,
     )
     return merged(worker_types(chosen, state.model_path), chosen)
@@ -215,7 +226,7 @@ def plan_of(
         settings=settings_of(options, directory, state, preset),
         gateways=options.gateways or default_gateways(os.cpu_count() or 1),
         console=options.console,
-        engine=options.engine,
+        engine=options.engine or EMBEDDED,
         engine_python=engine_python(options),
         trainer_processes=trainer_processes(options),
     )
@@ -227,19 +238,20 @@ def engine_python(options: RunOptions) -> str:
         if not options.engine_python.is_file():
             raise InvalidArgument(f"--engine-python {options.engine_python}: there is no such file")
         return str(options.engine_python.absolute())
-    own = Path(f".venv-{options.engine}/bin/python")
+    own = Path(f".venv-{options.engine or EMBEDDED}/bin/python")
     return str(own.absolute()) if own.is_file() else sys.executable
 
 
 def trainer_processes(options: RunOptions) -> int:
     """Returns the number of the trainer's processes. Raises `InvalidArgument` for two numbers."""
     chosen = options.settings.get("trainer", {}).get("ranks")
-    if options.trainer_processes > 1 and chosen is not None:
+    processes = options.trainer_processes or 1
+    if processes > 1 and chosen is not None:
         raise InvalidArgument(
-            f"--trainer-processes {options.trainer_processes} and --set trainer.ranks={chosen} are "
+            f"--trainer-processes {processes} and --set trainer.ranks={chosen} are "
             "both the number of ranks: leave one out"
         )
-    return options.trainer_processes
+    return processes
 
 
 async def started_plan(
@@ -273,6 +285,7 @@ async def run_campaign(
 ) -> tuple[CampaignResult, MeasuredModel]:
     """Starts a run, or resumes that of the directory, and runs it to the end. Raises `ForgeError`
     with a remedy."""
+    options = resumed(options, directory)
     await check_run(options, directory)
     with directory.locked():
         state = await open_run(options, directory)
@@ -353,6 +366,7 @@ async def running(
 async def serve(options: RunOptions) -> None:
     """Runs the stack until cancelled. Raises `ForgeError` with a remedy."""
     directory = directory_of(options, campaign=False)
+    options = resumed(options, directory)
     await check_run(options, directory, campaign=False)
     with directory.locked():
         state = await open_run(options, directory, campaign=False)

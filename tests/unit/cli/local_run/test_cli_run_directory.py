@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from forge.cli.connection import of_run
+from forge.cli.local_run import training_run
+from forge.cli.local_run.presets import parse_overrides
 from forge.cli.local_run.run_options import RunOptions
-from forge.cli.local_run.training_run import check_run, directory_of, open_run
+from forge.cli.local_run.training_run import check_run, directory_of, open_run, resumed
 from forge.cli.rundir import RunDirectory, RunState
 from forge.core.errors import FailedPrecondition
 
@@ -35,6 +38,50 @@ async def test_campaign_does_not_continue_a_directory_of_forge_up(tmp_path: Path
     with pytest.raises(FailedPrecondition) as stopped:
         of_run(directory.path)
     assert "forge run" not in str(stopped.value)
+
+
+async def test_resumed_run_keeps_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are given again win; the first line has the others."""
+    said: list[str] = []
+    monkeypatch.setattr(training_run, "say", said.append)
+    loss, rate = "trainer.objective.algorithm=gspo", "trainer.optimizer.learning_rate=1e-4"
+    python = tmp_path / "python"
+    first = RunOptions(
+        root=tmp_path,
+        model=str(tmp_path),
+        run_dir=tmp_path / "run",
+        engine="vllm",
+        engine_python=python,
+        overrides=[loss, rate],
+    )
+    directory = directory_of(first, campaign=True)
+    assert resumed(first, directory) == first
+    await open_run(first, directory)
+    assert not said
+
+    again = resumed(RunOptions(run_dir=directory.path), directory)
+    assert (again.engine, again.engine_python, again.settings) == ("vllm", python, first.settings)
+    kept = f"--engine vllm --engine-python {python} --set {loss} --set {rate}"
+    assert said == [f"Taken over from {directory.path}: {kept}"]
+    state = await open_run(again, directory)
+
+    faster = rate.replace("1e-4", "1e-3")
+    other = resumed(RunOptions(engine="embedded", overrides=[faster]), directory)
+    assert (other.engine, other.engine_python) == ("embedded", None)
+    assert other.settings == parse_overrides([loss, faster])
+    assert (await open_run(other, directory)).options != state.options
+
+
+def test_run_of_an_earlier_release_has_no_options(tmp_path: Path) -> None:
+    """Its state opens."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    former = asdict(STATE)
+    del former["options"]
+    (directory.path / "run.json").write_text(json.dumps(former))
+    assert directory.load() == STATE
 
 
 def test_state_of_a_run_is_on_disk_before_it_has_its_name(
