@@ -10,9 +10,9 @@ functions, `scoring` combines the components.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, get_args
 
 from forge.agents.environments.base import Reward, RewardKind, Transcript
@@ -49,7 +49,7 @@ def components(returned: object, *, function: str) -> list[Reward]:
         return [Reward(name=function, kind="outcome", value=_finite(returned, "returned"))]
     if isinstance(returned, Reward):
         return [_component(returned)]
-    if isinstance(returned, list | tuple):
+    if isinstance(returned, list | tuple | Iterator):
         return [_component(each) for each in returned]
     raise NoReward(f"returned {_shown(returned)}; {_WANTED}")
 
@@ -62,11 +62,12 @@ def _component(reward: object) -> Reward:
     if reward.kind not in _KINDS:
         kinds = ", ".join(_KINDS)
         raise NoReward(f"reward {reward.name!r} has kind {_shown(reward.kind)}; one of {kinds}")
-    if type(reward.turn_index) is not int:
-        index = _shown(reward.turn_index)
+    turn: object = reward.turn_index
+    if isinstance(turn, bool) or not isinstance(turn, Integral):
+        index = _shown(turn)
         raise NoReward(f"reward {reward.name!r} has turn_index {index}; must be a whole number")
     value = _finite(reward.value, f"reward {reward.name!r} has value")
-    return Reward(name=reward.name, kind=reward.kind, value=value, turn_index=reward.turn_index)
+    return Reward(name=reward.name, kind=reward.kind, value=value, turn_index=int(turn))
 
 
 def _finite(value: object, what: str) -> float:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -243,6 +244,25 @@ async def test_invalid_score_is_refused_by_the_runner(
     outcome = await bench.run(lease(), domain=Domain())
     assert said in outcome.error
     assert bench.session().state == "abandoned"
+
+
+async def test_score_may_be_a_generator_with_numbers_of_numpy(bench: Bench) -> None:
+    """A domain may compute its rewards with arrays."""
+    value: Any = np.float32(0.5)
+    turn: Any = np.int64(0)
+
+    class Scoring(SumEpisode):
+        def score(self, transcript: Any) -> Any:
+            yield Reward(name="a", kind="outcome", value=value)
+            yield Reward(name="b", kind="process", value=0.25, turn_index=turn)
+
+    class Domain(SumDomain):
+        def episode(self, payload: Any) -> Any:
+            return Scoring(4)
+
+    outcome = await bench.run(lease(), domain=Domain())
+    assert outcome.error == ""
+    assert (bench.session().reward("a"), bench.session().reward("b")) == (0.5, 0.25)
 
 
 async def test_failed_reward_function_costs_an_attempt(bench: Bench) -> None:
