@@ -23,6 +23,8 @@ from forge.core.errors import FailedPrecondition
 
 UNPRIVILEGED_ID: Final = 65534
 """User and group of every program."""
+PROBE_S = 15.0
+"""Longest duration of an empty program, by which a host is tried."""
 
 _LIBRARIES: Final = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64")
 _SWITCHES: Final = (

@@ -19,7 +19,7 @@ from subprocess import DEVNULL, PIPE
 from typing import Final
 
 from forge.agents.sandbox import bubblewrap, seccomp
-from forge.agents.sandbox.child import clean_environment, last_lines, start_turn
+from forge.agents.sandbox.child import clean_environment, end_group, last_lines, start_turn
 from forge.agents.sandbox.installations import is_within, shown_directories, without_home
 from forge.core.errors import ConfigError, FailedPrecondition
 from forge.runtime.concurrency import child_start
@@ -29,6 +29,10 @@ _SETTINGS: Final = ("alternatives", "ca-certificates", "hosts", "ld.so.cache", "
                     "nsswitch.conf", "pki", "resolv.conf", "ssl")  # fmt: skip
 """Entries of /etc: names, certificates and libraries, no secrets."""
 _CERTIFICATES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS")
+
+
+def _late() -> str:
+    return f"bwrap has not ended within {bubblewrap.PROBE_S:g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +63,11 @@ class ProcessSandbox:
     async def fitted(self) -> ProcessSandbox:
         """Returns the sandbox without /proc, if this host permits no mount of it: in a container or
         unit that masks parts of its own /proc, the kernel refuses plain users a new one."""
+        problem = await self.problem()
+        if not problem or problem == _late():
+            return self
         without = replace(self, proc=False)
-        return without if await self.problem() and not await without.problem() else self
+        return self if await without.problem() else without
 
     async def problem(self) -> str:
         """Returns the reason if this host cannot run the sandbox; "" if it can. Raises
@@ -78,10 +85,17 @@ class ProcessSandbox:
                     stderr=PIPE,
                     env=self.environment(()),
                     pass_fds=descriptors,
+                    start_new_session=True,
                 )
         except FailedPrecondition as error:
             return str(error)
-        _, errors = await probe.communicate()
+        try:
+            async with asyncio.timeout(bubblewrap.PROBE_S):
+                _, errors = await probe.communicate()
+        except TimeoutError:
+            return _late()
+        finally:
+            await end_group(probe)
         lines = last_lines(errors.decode(errors="replace"), chars=200)
         return (lines[-1] if lines else "bwrap failed") if probe.returncode else ""
 

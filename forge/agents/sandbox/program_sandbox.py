@@ -130,14 +130,14 @@ class Sandbox:
         async with self._slot():
             if (problem := await self.problem()) and not self.unsafe:
                 raise FailedPrecondition(problem)
-            return await self._run(program)
+            return await self._run(program, wall_s=self._limits.wall_s)
 
     async def problem(self) -> str:
         """Returns one line with the remedy if this host cannot run the sandbox; "" if it can."""
         if self._problem is None:
             try:
                 self._wrapper = bubblewrap.find()
-                result = await self._run("")
+                result = await self._run("", wall_s=min(self._limits.wall_s, bubblewrap.PROBE_S))
                 reason = result.error
             except FailedPrecondition as error:
                 reason = str(error)
@@ -148,12 +148,14 @@ class Sandbox:
             )
         return self._problem
 
-    async def _run(self, program: str) -> ProgramResult:
+    async def _run(self, program: str, *, wall_s: float) -> ProgramResult:
         memory_bytes = self._limits.memory_bytes + WRAPPER_BYTES
         with CONTROL_GROUPS.group(memory_bytes=memory_bytes, processes=PROCESSES) as group:
             process = await self._start(group)
             try:
-                output, error = await self._finish(process, program.encode(errors="replace"))
+                output, error = await self._finish(
+                    process, program.encode(errors="replace"), wall_s=wall_s
+                )
             finally:
                 kill_group(process)
                 await process.wait()
@@ -187,13 +189,15 @@ class Sandbox:
                     pass_fds=(system_calls,) if wrapper else (),
                 )
 
-    async def _finish(self, process: ChildProcess, program: bytes) -> tuple[str, str]:
+    async def _finish(
+        self, process: ChildProcess, program: bytes, *, wall_s: float
+    ) -> tuple[str, str]:
         """Returns output and error of the started process."""
         output, errors = bytearray(), bytearray()
         try:
-            await within(self._limits.wall_s, self._exchange(process, program, output, errors))
+            await within(wall_s, self._exchange(process, program, output, errors))
         except OutOfTime:
-            error = f"TimeoutError: no end after {self._limits.wall_s:g} s"
+            error = f"TimeoutError: no end after {wall_s:g} s"
         else:
             error = self._complaint(process, output, errors)
         return output[: self._limits.output_bytes].decode(errors="replace"), error

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from forge.agents.sandbox import bubblewrap
+from forge.agents.sandbox.program_sandbox import Sandbox
 from forge.cli.doctor import machine as doctor
 from forge.cli.finding import Finding
 from forge.core.errors import FailedPrecondition
@@ -24,6 +25,23 @@ def test_missing_sandbox_of_commands_has_a_remedy(monkeypatch: pytest.MonkeyPatc
     assert not finding.ok
     assert "commands and reward functions: there is no bwrap" in finding.text
     assert "install bubblewrap" in finding.remedy
+
+
+def test_sandbox_that_hangs_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of it is left running, and it is not tried without /proc."""
+    starts, bwrap = tmp_path / "starts", tmp_path / "bwrap"
+    starts.touch()
+    bwrap.write_text(f"#!/bin/sh\necho $$ >> {starts}\nsleep 600\n")
+    bwrap.chmod(0o755)
+    monkeypatch.setattr(bubblewrap, "executable", lambda: str(bwrap))
+    monkeypatch.setattr(bubblewrap, "PROBE_S", 0.5)
+    monkeypatch.setattr(doctor, "SANDBOX", Sandbox())
+    assert "no end after 0.5 s" in doctor._sandbox().text
+    finding = doctor._process_sandbox()
+    expected = "no sandbox for commands and reward functions: bwrap has not ended within 0.5 s"
+    assert (finding.ok, finding.text) == (False, expected)
+    pids = [int(pid) for pid in starts.read_text().split()]
+    assert len(pids) <= 3 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_absent_control_groups_are_named_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
