@@ -17,6 +17,7 @@ from forge.cli.command_exit import finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import Json, SystemOptions, duration_s, with_options
 from forge.cli.pool.trajectories import export, ls, tail
+from forge.core.errors import InvalidArgument
 from forge.core.extras import require_extra
 
 pool_app = typer.Typer(
@@ -60,6 +61,11 @@ def check(
     With --repair the shard must be stopped. A closed trajectory gets exactly its original content,
     or does not change; the command prints the remaining damage in the same way.
     """
+    if _names_replica(str(directory)):
+        raise InvalidArgument(
+            f"{directory} is a copy to repair from, not a directory: forge pool check DIRECTORY "
+            f"--repair {directory}"
+        )
     options = [f"--repair={repair}"] if repair else []
     if _names_replica(repair):
         options += _connection(system)

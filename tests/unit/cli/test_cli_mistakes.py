@@ -51,6 +51,11 @@ FILE = "{tmp}/file"
             ("queue", "drop", "--etcd", "127.0.0.1:1", "--key-file", FILE),
             "name tasks, or a domain by --domain; see forge queue drop --help",
         ),
+        (
+            ("pool", "check", "leader"),
+            "leader is a copy to repair from, not a directory: forge pool check DIRECTORY --repair "
+            "leader",
+        ),
         (("deploy", "init", FILE), "{tmp}/file exists; name another file"),
         (
             ("deploy", "render", "--inventory", "{tmp}/none", "--out", "{tmp}/new"),

@@ -124,6 +124,8 @@ def opened_shard(directory: Path) -> Iterator[lmdb.Environment]:
 
 
 def _require_shard(directory: Path) -> None:
+    if not directory.exists():
+        raise ConfigError(f"there is no directory {directory}")
     if not (directory / DATA).exists():
         shards = sorted(str(path.parent) for path in directory.glob(f"**/{DATA}"))
         hint = f"; there are shards in {', '.join(shards)}" if shards else ""
