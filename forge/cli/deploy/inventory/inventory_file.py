@@ -159,6 +159,10 @@ def _host(reader: TableReader, name: str, table: Any) -> Host:
     address = reader.text(prefix, table, "address", "")
     if not _is_address(address):
         reader.wrong(f"{prefix}address", address, "an IP address or DNS name that others reach")
+    names = reader.texts(prefix, table, "names")
+    for one in names:
+        if not _is_address(one.removeprefix("*.")):
+            reader.wrong(f"{prefix}names", one, "an IP address or DNS name for its certificate")
     settings = reader.table(prefix, table, "settings")
     _check_settings(reader, f"{prefix}settings.", settings)
     services = reader.table(prefix, table, "services")
@@ -169,7 +173,7 @@ def _host(reader: TableReader, name: str, table: Any) -> Host:
         name=name,
         address=address,
         login=reader.text(prefix, table, "login", f"root@{address}"),
-        names=reader.texts(prefix, table, "names"),
+        names=names,
         gpus=reader.number(prefix, table, "gpus", 0, (0, 64)),
         ranks=ranks,
         etcd=bool(reader.number(f"{prefix}services.", services, ETCD, 0, (0, 1))),

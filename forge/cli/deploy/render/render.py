@@ -8,13 +8,18 @@ OUT/hosts/NAME/         manifest.json and root/, for the host NAME
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from forge.cli.deploy.inventory.inventory import Inventory
 from forge.cli.deploy.inventory.inventory_file import read_inventory
+from forge.cli.deploy.inventory.kinds import env_name
 from forge.cli.deploy.render.assets import read_assets
 from forge.cli.deploy.render.host_files import rendered_host
 from forge.cli.deploy.render.rendered import (
@@ -27,7 +32,9 @@ from forge.cli.deploy.render.rendered import (
     read_manifest,
 )
 from forge.cli.deploy.render.secrets import SecretStore
+from forge.cli.queue.command import queue_app
 from forge.cli.service_settings import MODULES, Program, print_settings
+from forge.cli.usage_errors import USAGE_ERROR, usage_error
 from forge.core.errors import ConfigError, InvalidArgument, raise_all
 
 INVENTORY, SECRETS, HOSTS = "inventory.toml", "secrets", "hosts"
@@ -61,6 +68,7 @@ def render(
     line for each error; then no host's file is changed.
     """
     inventory = read_inventory(text, source=source, release=release)
+    raise_all([ConfigError(f"{source}: {line}") for line in _feed_faults(inventory)])
     assets = read_assets()
     private_folder(out)
     private_folder(out / HOSTS)
@@ -165,6 +173,22 @@ def _twice(rendered: RenderedHost) -> Iterator[str]:
                     "set another one of one instance in [hosts.NAME.env.INSTANCE] (FORGE_PORT, "
                     "FORGE_METRICS_PORT, FORGE_HTTP__PORT)"
                 )
+
+
+def _feed_faults(inventory: Inventory) -> Iterator[str]:
+    """Yield a line for each feed with an option that `forge queue submit` refuses."""
+    commands: Any = typer.main.get_command(queue_app)
+    submit = commands.commands["submit"]
+    for host in inventory.hosts:
+        for one in (each for each in host.instances if each.kind == "feed"):
+            words = host.env.get(env_name(one), {}).get("FORGE_FEED", "")
+            try:
+                submit.make_context("forge queue submit", ["FILE", *shlex.split(words)])
+            except (USAGE_ERROR, ValueError) as error:
+                usage = isinstance(error, USAGE_ERROR)
+                said = usage_error(error, "forge queue submit") if usage else error
+                key = f"hosts.{host.name}.env.{env_name(one)}.FORGE_FEED"
+                yield f"{key} = {words!r} is not allowed: {said}"
 
 
 def _check_settings(rendered: list[RenderedHost], folder: Path, source: str) -> None:

@@ -212,6 +212,10 @@ def test_example_inventory_is_complete_and_shows_every_key() -> None:
             "FORGE_METRICS_PORT in [hosts.NAME.env.INSTANCE]",
         ),
         (
+            HOST + "names = ['a.example', 'bad name']\n" + SERVICES,
+            "hosts.alpha.names = 'bad name' is not allowed: an IP address or DNS name",
+        ),
+        (
             "model = 'models/policy'\n" + HOST + SERVICES,
             "model = 'models/policy' is not allowed: an absolute path, the same on every host",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -171,6 +172,24 @@ def test_rendered_feed_has_an_operators_token_and_the_address(out: Path) -> None
     assert {"/etc/forge/feed-token", "/etc/forge/feed.env", "/etc/forge/feed@math.env"} < {
         *unit.inputs
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--epoch 2", "no such option: --epoch"),
+        ("--group-size x", "--group-size 'x' must be a whole number"),
+        ("other.jsonl", "got unexpected extra argument"),
+        ("--domain 'math", "No closing quotation"),
+    ],
+)
+def test_wrong_option_of_a_feed_is_refused(options: str, said: str, tmp_path: Path) -> None:
+    """With the key of the instance, before any secret is made."""
+    text = TWO_HOSTS.replace('FORGE_FEED = "--domain math"', f'FORGE_FEED = "{options}"')
+    key = re.escape(f"cluster.toml: hosts.beta.env.feed-math.FORGE_FEED = {options!r} is not ")
+    with pytest.raises(ConfigError, match=f"{key}allowed: {said}"):
+        rendered(text, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_manifest_names_every_file_and_what_units_read(out: Path) -> None:
