@@ -168,6 +168,35 @@ def test_request_with_every_field_is_accepted() -> None:
     assert checked_stops("stop", request.stop) == ["END"]
 
 
+CALL = {"id": "x", "type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+@pytest.mark.parametrize(
+    ("message", "role"),
+    [
+        ({"role": "user"}, "user"),
+        ({"role": "developer"}, "system"),
+        ({"role": "tool", "tool_call_id": "x"}, "tool"),
+        ({"role": "assistant", "tool_calls": []}, "assistant"),
+        ({"role": "assistant", "tool_calls": [CALL]}, None),
+        ({"role": "assistant", "reasoning_content": "hm"}, None),
+    ],
+)
+def test_only_an_answer_with_calls_or_reasoning_lacks_content(
+    message: dict[str, Any], content: dict[str, None], role: str | None
+) -> None:
+    """As at OpenAI's end: 400 with the field."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": ""}, message | content]}
+    request = request_body.decode(json.dumps(body).encode(), chat_schema.ChatCompletionRequest)
+    if role is None:
+        assert list(chat_schema.messages_of(request))[1].content == ""
+        return
+    said = rf"messages\[1\]: content is missing: a message of role {role} needs it"
+    with pytest.raises(InvalidArgument, match=said):
+        list(chat_schema.messages_of(request))
+
+
 @pytest.mark.parametrize(
     ("choice", "required"),
     [
