@@ -25,6 +25,14 @@ _KEPT = {
     "eval_every_steps": int,
 }
 """Options that a run keeps, as it does `overrides`."""
+_ALSO_SET = {
+    "steps": ("trainer.max_steps",),
+    "device": ("trainer.device", "prefill.device", "decode.device"),
+    "trainer_processes": ("trainer.ranks",),
+    "models": ("gateway.models",),
+    "eval_every_steps": ("trainer.evaluation.every_steps",),
+}
+"""By option, the settings that say the same: what is given again replaces a kept other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +159,17 @@ class RunOptions:
         if self.engine not in (None, kept.get("engine")):
             # The Python of another engine.
             chosen.pop("engine_python", None)
+        if "ranks" in self.settings.get("trainer", {}):
+            # Two numbers of ranks are refused.
+            chosen.pop("trainer_processes", None)
+        replaced = {key for name, own in _ALSO_SET.items() if getattr(self, name) for key in own}
         former = parse_overrides(kept.get("overrides", []))
         left = {
-            service: {key: own[key] for key in own if key not in self.settings.get(service, {})}
+            service: {
+                key: value
+                for key, value in own.items()
+                if key not in self.settings.get(service, {}) and f"{service}.{key}" not in replaced
+            }
             for service, own in former.items()
         }
         words = [f"--{name.replace('_', '-')} {value}" for name, value in chosen.items()]

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,44 @@ async def test_resumed_run_keeps_its_options(
     assert (other.engine, other.engine_python) == ("embedded", None)
     assert other.settings == parse_overrides([loss, faster])
     assert (await open_run(other, directory)).options != state.options
+
+
+@pytest.mark.parametrize(
+    ("kept", "given", "expected"),
+    [
+        (
+            {"trainer_processes": 2, "overrides": ["trainer.seed=3"]},
+            RunOptions(overrides=["trainer.ranks=4"]),
+            RunOptions(overrides=["trainer.seed=3", "trainer.ranks=4"]),
+        ),
+        (
+            {"overrides": ["trainer.ranks=4", "trainer.seed=3"]},
+            RunOptions(trainer_processes=2),
+            RunOptions(trainer_processes=2, overrides=["trainer.seed=3"]),
+        ),
+        (
+            {"overrides": [f"{one}.device=cuda:1" for one in ("trainer", "prefill", "decode")]},
+            RunOptions(device="cpu"),
+            RunOptions(device="cpu"),
+        ),
+        (
+            {"overrides": ["trainer.max_steps=5"]},
+            RunOptions(steps=9),
+            RunOptions(steps=9),
+        ),
+        (
+            {"overrides": ["trainer.evaluation.every_steps=5"]},
+            RunOptions(eval_every_steps=9),
+            RunOptions(eval_every_steps=9),
+        ),
+    ],
+    ids=["ranks", "trainer-processes", "device", "steps", "eval-every-steps"],
+)
+def test_given_option_replaces_a_kept_one_of_another_name(
+    kept: dict[str, Any], given: RunOptions, expected: RunOptions
+) -> None:
+    """Nobody can take back an option that an earlier start has given."""
+    assert given.resuming(kept)[0] == expected
 
 
 def test_run_of_an_earlier_release_has_no_options(tmp_path: Path) -> None:
