@@ -107,11 +107,6 @@ class Objective:
                 loss_T = loss_T + self.config.kl_coef * penalty_T
         if self.config.entropy_coef:
             loss_T = loss_T - self.config.entropy_coef * tokens.entropy
-        if tokens.logprobs.requires_grad and not loss_T.requires_grad:
-            raise ConfigError(
-                f"objective.algorithm = {self.config.algorithm!r} returned values without a "
-                "gradient; compute them from tokens.logprobs or tokens.ratio, without detach"
-            )
         return PassLoss(
             loss=self.normalized(loss_T, tokens, size),
             clipped=self._clipped(penalized),
@@ -213,6 +208,11 @@ def _custom_loss(name: str, loss: LossFunction, tokens: TrainedTokens) -> Tensor
         raise ConfigError(
             f"{source} returned shape {tuple(loss_T.shape)}; one loss per token is expected: "
             f"{expected}"
+        )
+    if tokens.logprobs.requires_grad and not loss_T.requires_grad:
+        raise ConfigError(
+            f"{source} returned values without a gradient; compute them from tokens.logprobs or "
+            "tokens.ratio, without detach"
         )
     return loss_T
 

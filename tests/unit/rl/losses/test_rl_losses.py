@@ -309,6 +309,15 @@ def test_custom_loss_that_fails_is_a_wrong_setting(loss: str, message: str) -> N
         evaluate(tokens([1.0, 1.0], [1.0, 1.0]), algorithm=f"{__name__}:{loss}")
 
 
+@pytest.mark.parametrize("term", ["kl_coef", "entropy_coef"])
+def test_other_term_hides_no_custom_loss_without_a_gradient(term: str) -> None:
+    """KL and entropy have gradients of their own."""
+    one = tokens([1.0, 1.0], [1.0, 1.0], reference=logs(0.2, 0.2))
+    one = replace(one, entropy=-one.logprobs)
+    with pytest.raises(ConfigError, match="values without a gradient"):
+        evaluate(one, algorithm=f"{__name__}:detached", kl_estimator="k3", **{term: 0.1})
+
+
 def test_shortage_of_memory_in_a_custom_loss_remains_one() -> None:
     """The learner retries with smaller passes."""
     with pytest.raises(torch.OutOfMemoryError):
