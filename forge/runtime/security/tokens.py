@@ -14,7 +14,6 @@ be replayed for that time. docs/runtime.md has the reasons.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import json
@@ -32,6 +31,9 @@ from forge.runtime.files.private import write_private_file
 
 _VERSION = "v1"
 _MIN_KEY_BYTES = 32
+_MAC_BYTES = 32
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""Errors of the decoding of a text that is no token."""
 _CACHED_TOKENS = 8192
 _PERSON_TOLERANCE_S = 300.0
 """Clock tolerance for tokens of people: a short life must stay short."""
@@ -215,7 +217,7 @@ class Keyring:
             if not any(genuine):
                 raise Unauthenticated("the token was not signed by this cluster's key")
             return _claims(*(json.loads(_decode(part)) for part in parts))
-        except (binascii.Error, ValueError, TypeError, KeyError, RecursionError):
+        except _MALFORMED:
             raise Unauthenticated("the token is malformed") from None
 
     def _macs(self, payload: str, *narrowings: str) -> Iterator[bytes]:
@@ -250,28 +252,43 @@ def audience_of(method: str) -> str:
 
 
 def unverified_claims(token: str) -> Claims:
-    """Return the claims of a token without a check of its signature: for its holder alone. Raises
+    """Return the claims of a token without a check of who signed it: for its holder alone. Raises
     Unauthenticated for a malformed one."""
+    signer, _ = _parts(token)
     try:
-        version, payload, *_ = token.split(".")
+        version, payload, *_ = signer.split(".")
         if version == _VERSION:
             return _claims(json.loads(_decode(payload)))
-    except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError):
+    except _MALFORMED:
         pass
     raise Unauthenticated("the token is malformed")
 
 
 def narrow(token: str, audience: str) -> str:
-    """Return a token of the same claims for one audience alone; needs no key."""
-    body, _, mac = token.rpartition(".")
+    """Return a token of the same claims for one audience alone; needs no key. Raises
+    Unauthenticated for a malformed one."""
+    body, mac = _parts(token)
     narrowing = _encode(json.dumps({"aud": [audience]}, separators=(",", ":")).encode())
-    return f"{body}.{narrowing}.{_encode(_mac(_decode(mac), narrowing))}"
+    return f"{body}.{narrowing}.{_encode(_mac(mac, narrowing))}"
 
 
 def sign_text(token: str, text: str) -> Mapping[str, str]:
-    """Return the fields `signer` and `signature` of a text signed by a token's holder."""
+    """Return the fields `signer` and `signature` of a text signed by a token's holder. Raises
+    Unauthenticated for a malformed token."""
+    signer, mac = _parts(token)
+    return {"signer": signer, "signature": _encode(_mac(mac, text))}
+
+
+def _parts(token: str) -> tuple[str, bytes]:
+    """The token without its mac, and the mac."""
     signer, _, mac = token.rpartition(".")
-    return {"signer": signer, "signature": _encode(_mac(_decode(mac), text))}
+    try:
+        decoded = _decode(mac)
+    except ValueError:
+        decoded = b""
+    if len(decoded) != _MAC_BYTES:
+        raise Unauthenticated("the token is malformed")
+    return signer, decoded
 
 
 def _claims(fields: dict[str, Any], narrowing: dict[str, Any] | None = None) -> Claims:

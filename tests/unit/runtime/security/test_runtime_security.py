@@ -346,3 +346,17 @@ def test_token_file_without_a_token_has_no_effect_on_a_running_process(
         Bearer(file=str(file))
     file.write_text(issued("second"))
     assert bearer.token() == issued("second")
+
+
+def test_cut_token_is_refused_wherever_it_is_cut() -> None:
+    """A file that is full, or read while it is written, has a part of its token."""
+    keyring, token = Keyring.from_bytes(KEY), issued("first")
+    for length in range(len(token)):
+        with pytest.raises(ConfigError, match="`forge token issue`"):
+            Bearer(text=token[:length] or ".")
+        with pytest.raises(Unauthenticated):
+            keyring.verify(token[:length], now_s=0)
+    for cut in (token[:-2], token[:-42]):
+        for use in (narrow, sign_text):
+            with pytest.raises(Unauthenticated, match="malformed"):
+                use(cut, "PoolService")
