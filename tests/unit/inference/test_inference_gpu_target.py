@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-OTHERS = {"access.py", "tensorrt_llm.py"}
+OTHERS = {"access.py", "installed.py", "tensorrt_llm.py"}
 """Contracts of other subjects."""
 
 
