@@ -211,15 +211,17 @@ async def test_runner_renews_its_token_until_it_is_revoked(
     argv = ("--etcd", etcd.endpoint, "--cluster", cluster, "--log-file", str(tmp_path / "r.log"))
     tokens = ("--token-file", str(file), "--token-state-file", str(state))
     runner = start_service("forge.agents", "run", *argv, *tokens)
-    issued = unverified_claims(file.read_text())
+    issued = unverified_claims(file.read_text().strip())
     try:
         await until(state.exists)
-        first = unverified_claims(state.read_text())
+        first = unverified_claims(state.read_text().strip())
         assert (first.token_id, first.subject) == (issued.token_id, "r")
         assert first.expires_unix_s > issued.expires_unix_s
         assert first.audience == {"SchedulerService"}
         await until(
-            lambda: unverified_claims(state.read_text()).expires_unix_s > first.expires_unix_s
+            lambda: (
+                unverified_claims(state.read_text().strip()).expires_unix_s > first.expires_unix_s
+            )
         )
         assert (await system.key_host.types("token", "revoke", issued.token_id))[0] == 0
         await asyncio.to_thread(runner.wait)
