@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
@@ -68,10 +68,17 @@ def outside(column: bytes, limit: int) -> int | None:
 
     The lowest if that is negative, else the highest.
     """
-    if are_below(column, limit):
+    return None if are_below(column, limit) else number_outside(int32_array(column), limit)
+
+
+def number_outside(numbers: Sequence[int], limit: int) -> int | None:
+    """As `outside`, for numbers that are no column; cheaper than to make one of them."""
+    if not numbers:
         return None
-    numbers = int32_array(column)
-    return min(numbers) if min(numbers) < 0 else max(numbers)
+    if (lowest := min(numbers)) < 0:
+        return lowest
+    highest = max(numbers)
+    return highest if highest >= limit else None
 
 
 def common_tokens(left: bytes, right: bytes) -> int:

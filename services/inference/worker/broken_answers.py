@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from forge.core.errors import ForgeError
+from forge.core.token_columns import number_outside
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.weights import BROKEN_KEY
 from services.inference.worker.metrics import BROKEN_ANSWERS, BROKEN_OUTPUTS
@@ -17,9 +18,8 @@ class BrokenOutput(ForgeError):
 
 def check_ids(ids: Sequence[int], vocabulary: int, *, engine: str) -> None:
     """Raise BrokenOutput for sampled ids that are not from 0 to `vocabulary` - 1, and count it."""
-    if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+    if (wrong := number_outside(ids, vocabulary)) is not None:
         BROKEN_OUTPUTS.inc()
-        wrong = min(ids) if min(ids) < 0 else max(ids)
         raise BrokenOutput(
             f"the engine {engine} sampled token {wrong}; the vocabulary is 0 to {vocabulary - 1}"
         )
