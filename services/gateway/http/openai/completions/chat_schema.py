@@ -234,7 +234,7 @@ def _message(message: ChatMessage, at: int, images: ImagePolicy) -> Message:
         content, seen = content_of(message.content, ("text",), images)
         if message.function_call:
             raise InvalidArgument("function_call is not supported: send it in tool_calls")
-        if message.content is None and not _needs_no_content(message, role):
+        if message.content is None and role != "assistant":  # empty answers may be sent as null
             raise InvalidArgument(f"content is missing: a message of role {role} needs it")
     except InvalidArgument as error:
         raise InvalidArgument(f"messages[{at}]: {error}") from None
@@ -255,12 +255,6 @@ def _message(message: ChatMessage, at: int, images: ImagePolicy) -> Message:
         name=message.name or "",
         images=seen,
     )
-
-
-def _needs_no_content(message: ChatMessage, role: str) -> bool:
-    """Whether an answer has calls or reasoning in place of a text."""
-    reasoning = message.reasoning_content or message.reasoning
-    return role == "assistant" and bool(message.tool_calls or reasoning)
 
 
 def _arguments(arguments: str | dict[str, Any] | None) -> str:
