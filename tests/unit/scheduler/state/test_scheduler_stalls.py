@@ -212,9 +212,9 @@ async def test_batches_without_a_commit_are_the_trainers_fault(
     shards.seal(trajectory_id)
     sealed = AttemptReport(trajectory_id=trajectory_id, summary=shards.stored[trajectory_id])
     await term.queue.ask(SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
-    take = TakeBatch(trainer_id="t", max_groups=1)
     for _ in range(3):
         clock.now_s += AFTER_S / 2
+        take = TakeBatch(trainer_id="t", max_groups=1)
         await (await term.queue.ask(take, timeout_s=ASK_S))
         await term.commits.ask(Rewind(step=0), timeout_s=ASK_S)
     ask = LeaseRollouts(runner_id="r", max_rollouts=1)
