@@ -222,3 +222,23 @@ async def test_batches_without_a_commit_are_the_trainers_fault(
     found = (await status(term)).stall
     assert found.cause == "trainer_failing"
     assert "trainers took 3 batches since the last step and committed none" in found.text
+
+
+async def test_trainer_without_a_whole_batch_waits_for_rollouts(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """It released a batch once, of which a group is gone since: it has no fault."""
+    ids = {task_id: await submit_and_lease(term, task_id) for task_id in ("a", "b")}
+    for one in ids.values():
+        shards.seal(one)
+    sealed = [AttemptReport(trajectory_id=one, summary=shards.stored[one]) for one in ids.values()]
+    await term.queue.ask(SettleRollouts(reports=sealed), timeout_s=ASK_S)
+    take = TakeBatch(trainer_id="t", max_groups=2)
+    assert len((await (await term.queue.ask(take, timeout_s=ASK_S))).groups) == 2
+    await term.commits.ask(Rewind(step=0), timeout_s=ASK_S)
+    await term.commits.ask(DropGroups(task_ids=("b",), reason="wrong data"), timeout_s=ASK_S)
+    clock.now_s += AFTER_S
+    await submit_and_lease(term, "c")
+    again = TakeBatch(trainer_id="t", max_groups=2)
+    assert not (await term.queue.ask(again, timeout_s=ASK_S)).done()
+    assert (await status(term)).stall.cause == "slow_rollouts"
