@@ -9,7 +9,6 @@ from forge.core.errors import ConfigError, Unauthenticated
 from forge.runtime.files.changes import file_state
 from forge.runtime.files.private import replace_private_file
 from forge.runtime.security.tokens import Claims, unverified_claims
-from forge.runtime.telemetry import log
 
 TOKEN_VARIABLE = "FORGE_TOKEN"
 
@@ -51,6 +50,9 @@ class Bearer:
             error = ConfigError(f"{source}: the token is not one of `forge token issue`")
             if not self._text:
                 raise error from None
+            # Imported late: `forge --help` does without.
+            from forge.runtime.telemetry import log
+
             log.warning("credentials_not_reloaded", files="token_file", error=str(error))
         else:
             self._text = text.strip()
