@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import msgspec
+from typing import NamedTuple
 
 SAFETENSORS_DTYPES = {
     "F64": "float64",
@@ -25,7 +24,7 @@ SAFETENSORS_DTYPES = {
 """torch's names of the types in safetensors files."""
 
 
-class HubPart(msgspec.Struct, frozen=True, array_like=True):
+class HubPart(NamedTuple):
     """Tensors of a checkpoint on the hub that are ranges of a tensor; in JSON an array of these
     fields."""
 
@@ -37,16 +36,17 @@ class HubPart(msgspec.Struct, frozen=True, array_like=True):
     """First element of the first one."""
     stride: int = 0
     """Elements from the start of one to that of the next."""
-    count: int = 1
+    tensors: int = 1
+    """How many there are."""
 
     @property
     def places(self) -> list[tuple[str, int]]:
         """Name and first element of each."""
-        if self.count == 1:
+        if self.tensors == 1:
             return [(self.name, self.start)]
         return [
             (self.name.replace("{}", str(number)), self.start + number * self.stride)
-            for number in range(self.count)
+            for number in range(self.tensors)
         ]
 
 

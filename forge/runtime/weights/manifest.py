@@ -266,8 +266,8 @@ def _check_hub(entries: Sequence[TensorEntry], hub: Mapping[str, Sequence[HubPar
 
 def _hub_names(entry: TensorEntry, parts: Sequence[HubPart]) -> list[str]:
     """Names on the hub; none unless the parts have each element of the tensor once."""
-    elements, end = sum(part.count * math.prod(part.shape) for part in parts), 0
-    positive = all(min(*part.shape, part.count, 1) > 0 for part in parts)
+    elements, end = sum(part.tensors * math.prod(part.shape) for part in parts), 0
+    positive = all(min(*part.shape, part.tensors, 1) > 0 for part in parts)
     # Before all are listed: a damaged count may be any number.
     fits = 0 < elements <= entry.size_bytes and not entry.size_bytes % elements
     if not positive or not fits or elements != math.prod(entry.shape):

@@ -204,7 +204,7 @@ def test_other_forms_are_refused_without_their_data(tmp_path: Path) -> None:
     tensors = named(model)
     stack = tensors[STACK]
     (first, *rest) = stack.hub
-    turned = HubPart(first.name, first.shape[::-1], first.start, first.stride, first.count)
+    turned = first._replace(shape=first.shape[::-1])
     wrong = Fetch({**tensors, STACK: replace(stack, hub=(turned, *rest))})
     with pytest.raises(UnfitWeights, match=r"weights 1: .*block_sparse_moe.experts.0"):
         checkpoint.fit_forms(wrong.forms, version=1)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -90,7 +89,7 @@ def test_named_tensor_of_another_size_or_shape_is_refused(tmp_path: Path) -> Non
     name, stack = next((name, one) for name, one in tensors.items() if ".experts." in name)
     short = replace(stack, data=memoryview(stack.data)[:-4])
     (first, *rest) = stack.hub
-    turned = msgspec.structs.replace(first, shape=first.shape[::-1])
+    turned = first._replace(shape=first.shape[::-1])
     for wrong in (short, replace(stack, hub=(turned, *rest))):
         with pytest.raises(UnfitWeights, match=r"weights 1: .*block_sparse_moe.experts.0"):
             read_checkpoint(str(tmp_path)).fit({**tensors, name: wrong}, version=1)
