@@ -227,7 +227,7 @@ async def test_batches_without_a_commit_are_the_trainers_fault(
 async def test_trainer_without_a_whole_batch_waits_for_rollouts(
     term: TermActors, shards: FakeShards, clock: Clock
 ) -> None:
-    """It released a batch once, of which a group is gone since: it has no fault."""
+    """A batch was released once, and one of its groups has gone since: no fault."""
     ids = {task_id: await submit_and_lease(term, task_id) for task_id in ("a", "b")}
     for one in ids.values():
         shards.seal(one)
