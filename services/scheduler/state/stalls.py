@@ -66,8 +66,8 @@ class Facts:
     """Trainer, batch id and age in seconds of a leased batch."""
     returned: int = 0
     """Batches that were leased since the last progress and have ended without a commit."""
-    batch_groups: int = 0
-    """Groups of the last one; with fewer complete ones, trainers wait for rollouts."""
+    trainer_waits: bool = False
+    """No batch was ready when a trainer last asked for one: it waits for rollouts."""
     away: frozenset[str] = frozenset()
     """Unreachable pool shards."""
     tombstoned: int = 0
@@ -111,7 +111,7 @@ class Watch:
         self._batch: tuple[str, str, float] | None = None
         self._batches = 0
         """Batches leased since the last progress."""
-        self._batch_groups = 0
+        self._trainer_waits = False
         self._tombstones: Counter[tuple[str, bool]] = Counter()
         """By reason, and whether a rollout failed."""
         self._dropped: set[str] = set()
@@ -183,12 +183,16 @@ class Watch:
         """Note that a trainer asked for a batch or renewed."""
         self._trainer_s = now_s
 
-    def batch_taken(self, trainer_id: str, batch_id: str, now_s: float, *, groups: int) -> None:
+    def batch_taken(self, trainer_id: str, batch_id: str, now_s: float) -> None:
         """Note that a batch was leased, or returned again to its trainer."""
+        self._trainer_waits = False
         if self._batch is None or self._batch[1] != batch_id:
             self._batch = (trainer_id, batch_id, now_s)
             self._batches += 1
-            self._batch_groups = groups
+
+    def no_batch_ready(self) -> None:
+        """Note that a trainer asked for a batch and has to wait."""
+        self._trainer_waits = True
 
     def dropping(self, task_ids: Iterable[str]) -> None:
         """Note that groups are tombstoned on request: that is no cause of a stall."""
@@ -228,7 +232,7 @@ class Watch:
             trainer_silent_s=now_s - self._trainer_s if self._trainer_s is not None else 0.0,
             batch=(batch[0], batch[1], now_s - batch[2]) if batch else None,
             returned=max(0, self._batches - batch_is_out),
-            batch_groups=self._batch_groups,
+            trainer_waits=self._trainer_waits,
             tombstoned=self._tombstones.total(),
             tombstone_reason=reasons[0][0][0] if reasons else "",
             failed=bool(reasons) and reasons[0][0][1],
@@ -312,7 +316,7 @@ def _slow_parts(facts: Facts) -> Iterator[Stall]:
             "Check the service that this names, its disk, and the load of its host."
         )
         yield Stall("faults", text)
-    if facts.returned and facts.complete_in_window >= max(1, facts.batch_groups):
+    if facts.returned and facts.complete_in_window and not facts.trainer_waits:
         text = (
             f"trainers took {facts.returned} batches since the last step and committed none: the "
             "trainer crashes, or each step fails. Read the trainer's log."

@@ -242,3 +242,22 @@ async def test_trainer_without_a_whole_batch_waits_for_rollouts(
     again = TakeBatch(trainer_id="t", max_groups=2)
     assert not (await term.queue.ask(again, timeout_s=ASK_S)).done()
     assert (await status(term)).stall.cause == "slow_rollouts"
+
+
+async def test_trainer_that_released_a_short_batch_waits_for_a_whole_one(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """The queue had ended, and grows again: the groups of the short batch do not make a whole
+    one, and the trainer has no fault."""
+    trajectory_id = await submit_and_lease(term, "a")
+    shards.seal(trajectory_id)
+    sealed = AttemptReport(trajectory_id=trajectory_id, summary=shards.stored[trajectory_id])
+    await term.queue.ask(SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
+    clock.now_s += AFTER_S
+    take = TakeBatch(trainer_id="t", max_groups=2)
+    assert len((await (await term.queue.ask(take, timeout_s=ASK_S))).groups) == 1
+    await term.commits.ask(Rewind(step=0), timeout_s=ASK_S)
+    await submit_and_lease(term, "b")
+    again = TakeBatch(trainer_id="t", max_groups=2)
+    assert not (await term.queue.ask(again, timeout_s=ASK_S)).done()
+    assert (await status(term)).stall.cause == "slow_rollouts"
