@@ -18,8 +18,12 @@ def load_app() -> type:
 
 def host_checks(config: RunnerConfig) -> Iterator[Callable[[], object]]:
     """The token, the program, and everything that a setting names for import."""
+    # It imports gRPC, which only `--check` needs.
+    from forge.runtime.process.host_check import require_writable
+
     if config.token_file and not config.key_file:
         yield partial(Bearer, file=config.token_file)
+        yield partial(require_writable, "token_state_file", config.token_state_file)
     if config.command or config.scaffolds or config.domains or config.reward_functions:
         # Late import: it takes half a second.
         from forge.agents.app import plugin_checks

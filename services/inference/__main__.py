@@ -18,11 +18,13 @@ def load_app() -> type:
 
 def host_checks(config: InferenceConfig) -> Iterator[Callable[[], object]]:
     """The model and the name of the engine."""
-    from forge.runtime.process.host_check import require_model
+    from forge.runtime.process.host_check import require_model, require_writable
     from services.inference.engines.registry import engine_entry
 
     yield lambda: require_model("model_path", config.model_path)
     yield lambda: engine_entry(config.engine)
+    if config.role != "router":
+        yield lambda: require_writable("kv.store_dir", config.kv.store_dir)
     if config.role != "router" and config.device != "cpu":
         yield partial(device_of, config.device)
     if config.role != "router" and (Path(config.model_path) / "config.json").is_file():

@@ -13,6 +13,7 @@ from forge.core.errors import ForgeError
 from forge.core.extras import require_extra
 from forge.rl.device import device_of
 from forge.runtime.process.startup import CANNOT_START, run
+from forge.runtime.security.bearer import Bearer
 from forge.runtime.settings.reader import load
 from services.trainer.config import TrainerConfig
 from services.trainer.torchrun_rank import report_failure, under_torchrun
@@ -37,6 +38,9 @@ def host_checks(config: TrainerConfig) -> Iterator[Callable[[], object]]:
     yield lambda: require_writable("checkpoint.dir", config.checkpoint.dir)
     yield lambda: require_writable("metrics_file", config.metrics_file)
     yield lambda: require_writable("tensorboard_dir", config.tensorboard_dir)
+    yield lambda: require_writable("weights_dir", config.weights_dir)
+    if config.rank_token_file:
+        yield partial(Bearer, file=config.rank_token_file, setting="rank_token_file")
     if config.evaluation.tasks:
         yield partial(_read_tasks, config.evaluation.tasks)
     if config.device != "cpu":

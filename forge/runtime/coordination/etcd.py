@@ -70,10 +70,9 @@ class Login:
         """Read the file. Raises ConfigError."""
         try:
             return Path(self.password_file).read_text().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"etcd_password_file = {self.password_file!r}: {error.strerror}"
-            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise ConfigError(f"etcd_password_file = {self.password_file!r}: {reason}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

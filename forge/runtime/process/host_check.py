@@ -14,8 +14,9 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import extras_named
+from forge.runtime.coordination import Login
 from forge.runtime.process.span_export import require_tracing
-from forge.runtime.security.tls import Tls, read_pem
+from forge.runtime.security.tls import Tls
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.settings import Port, ServiceConfig, settings_of
 
@@ -44,7 +45,7 @@ def _shared(config: ServiceConfig) -> Iterator[Callable[[], object]]:
         yield partial(require_writable, key, getattr(config, key))
     if config.key_file:
         yield partial(Keyring.from_file, config.key_file)
-    yield partial(read_pem, "etcd_password_file", config.etcd_password_file)
+    yield partial(Login.of, config.etcd_user, config.etcd_password_file, default_user="")
     for setting in settings_of(config).values():
         if setting.type == Port and setting.value:
             yield partial(_require_free_port, setting.key, config.host, setting.value)

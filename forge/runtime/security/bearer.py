@@ -16,10 +16,13 @@ TOKEN_VARIABLE = "FORGE_TOKEN"
 class Bearer:
     """An issued token of this process, from a file or a text, and its renewals."""
 
-    def __init__(self, *, text: str = "", file: str = "", state_file: str = "") -> None:
-        """`state_file` has the renewals; "": `file` has them. Raises ConfigError for a file that
-        cannot be read, or has no token."""
+    def __init__(
+        self, *, text: str = "", file: str = "", state_file: str = "", setting: str = "token_file"
+    ) -> None:
+        """`state_file` has the renewals; "": `file` has them. `setting` names `file`. Raises
+        ConfigError for a file that cannot be read, or has no token."""
         self._text = ""
+        self._setting = setting
         self._file = file
         self._state_file = state_file or file
         self._state: tuple[int, ...] = ()
@@ -39,21 +42,23 @@ class Bearer:
                     self._take(text)
             except OSError as error:
                 if not self._text:
-                    raise ConfigError(f"token_file = {self._file!r}: {error.strerror}") from None
+                    raise ConfigError(
+                        f"{self._setting} = {self._file!r}: {error.strerror}"
+                    ) from None
         return self._renewed if _renews(self._renewed, self._text) else self._text
 
     def _take(self, text: str) -> None:
         try:
             unverified_claims(text.strip())
         except Unauthenticated:
-            source = f"token_file = {self._file!r}" if self._file else TOKEN_VARIABLE
+            source = f"{self._setting} = {self._file!r}" if self._file else TOKEN_VARIABLE
             error = ConfigError(f"{source}: the token is not one of `forge token issue`")
             if not self._text:
                 raise error from None
             # Imported late: `forge --help` does without.
             from forge.runtime.telemetry import log
 
-            log.warning("credentials_not_reloaded", files="token_file", error=str(error))
+            log.warning("credentials_not_reloaded", files=self._setting, error=str(error))
         else:
             self._text = text.strip()
 
@@ -72,7 +77,7 @@ class Bearer:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(errors="replace").strip()
     except OSError:
         # The first start, or the operator has cleared the directory.
         return ""

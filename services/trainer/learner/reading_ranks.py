@@ -25,7 +25,7 @@ from forge.core.errors import Unavailable
 from forge.rl.parallel.world import World
 from forge.runtime.process.credential_reload import reload_credentials
 from forge.runtime.rpc.channel import Channels
-from forge.runtime.security.bearer import bearer_of
+from forge.runtime.security.bearer import Bearer
 from forge.runtime.security.credentials import Security
 from forge.runtime.telemetry import log
 from services.trainer.batches.group_reader import GroupReader
@@ -153,7 +153,8 @@ class RankReader:
         self._group = firsts
         self._rank = rank
         token = config.rank_token_file
-        self._security = Security.from_config(config, bearer=bearer_of(token) if token else None)
+        bearer = Bearer(file=token, setting="rank_token_file") if token else None
+        self._security = Security.from_config(config, bearer=bearer)
         self._channels = Channels(self._security)
         self.reader = GroupReader(self._channels)
         log.info("rank_reads", rank=rank, token_file=token)

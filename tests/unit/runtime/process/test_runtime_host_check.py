@@ -12,8 +12,11 @@ import pytest
 from forge.agents import __main__ as runner
 from forge.agents.config import RunnerConfig
 from forge.runtime.process import startup
+from forge.runtime.security.tokens import Claims, Keyring
 from services.gateway import __main__ as gateway
 from services.gateway.config import GatewayConfig
+from services.inference import __main__ as inference
+from services.inference.config import InferenceConfig
 from services.pool import __main__ as pool
 from services.pool.config import PoolConfig
 from services.trainer import __main__ as trainer
@@ -21,6 +24,7 @@ from services.trainer.config import TrainerConfig
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "gateway": (GatewayConfig, gateway.host_checks),
+    "inference": (InferenceConfig, inference.host_checks),
     "pool": (PoolConfig, pool.host_checks),
     "trainer": (TrainerConfig, trainer.host_checks),
     "runner": (RunnerConfig, runner.host_checks),
@@ -81,6 +85,33 @@ def test_default_settings_have_no_problem(
             "--token-file={tmp}/open",
             "token_file = '{tmp}/open': the token is not one of `forge token issue`",
         ),
+        (
+            "runner",
+            "--token-file={tmp}/token --token-state-file={tmp}/file/state",
+            "token_state_file = '{tmp}/file/state': {tmp}/file: Not a directory",
+        ),
+        (
+            "trainer",
+            "--read-from=ranks --ranks=2 --mesh.dp-shard=2 --rank-token-file={tmp}/none",
+            "rank_token_file = '{tmp}/none': No such file or directory",
+        ),
+        (
+            "trainer",
+            "--read-from=ranks --ranks=2 --mesh.dp-shard=2 --rank-token-file={tmp}/open",
+            "rank_token_file = '{tmp}/open': the token is not one of `forge token issue`",
+        ),
+        ("trainer", "--weights-dir={tmp}/file/w", "weights_dir = '{tmp}/file/w': {tmp}/file: Not"),
+        (
+            "inference",
+            "--role=decode --kv.store-dir={tmp}/file/kv",
+            "kv.store_dir = '{tmp}/file/kv': {tmp}/file: Not a directory",
+        ),
+        ("pool", "--etcd-user=pool", "etcd_user is set, so etcd_password_file must be set"),
+        (
+            "pool",
+            "--etcd-password-file={tmp}/bytes",
+            "etcd_password_file = '{tmp}/bytes': not UTF-8 text",
+        ),
         ("runner", "--scaffolds=x=no_module:make", "no_module:make: cannot import no_module: No m"),
         ("runner", "--scaffolds=x=raises:make", "raises:make: cannot import raises: ZeroDivision"),
         (
@@ -115,6 +146,9 @@ def test_problem_is_one_line_with_the_setting(
     (tmp_path / "file").touch(0o600)
     (tmp_path / "open").write_text("k" * 32)
     (tmp_path / "open").chmod(0o644)
+    claims = Claims(subject="r", scopes=frozenset({"runner"}))
+    (tmp_path / "token").write_text(Keyring(keys=(b"k" * 32,)).sign(claims))
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     (tmp_path / "raises.py").write_text("x = 1 / 0\n")
     (tmp_path / "ends.py").write_text("import sys\nsys.exit('bye')\n")
     (tmp_path / "typo.py").write_text("def loss(tokens:\n")
@@ -128,7 +162,7 @@ def test_problem_is_one_line_with_the_setting(
     (tmp_path / "odd/config.json").write_text('{"model_type": "qwen3", "dtype": "float7"}')
     for name in ("raises", "ends", "typo", "half"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert checked(service, [words.format(tmp=tmp_path)], monkeypatch) == startup.CANNOT_START
+    assert checked(service, words.format(tmp=tmp_path).split(), monkeypatch) == startup.CANNOT_START
     errors = capsys.readouterr().err
     assert errors.startswith(f"forge {service}: {said.format(tmp=tmp_path)}")
     assert errors.count("\n") == 1
