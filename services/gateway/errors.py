@@ -12,6 +12,15 @@ from forge.core.errors import (
 )
 
 
+class InvalidField(InvalidArgument):
+    """A field of a request is wrong."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        """`param`: the place of the field, as "messages[0].content"; "" if it is unknown."""
+        super().__init__(message)
+        self.param = param
+
+
 class UnknownModel(NotFound):
     """This gateway serves no model of this name."""
 

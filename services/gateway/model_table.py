@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from forge.core.errors import ConfigError, InvalidArgument
+from forge.core.errors import ConfigError
 from forge.runtime.security.tokens import Claims
 from services.gateway.errors import ModelNotAllowed, UnknownModel
 from services.gateway.external.api import ExternalApi
@@ -71,7 +71,7 @@ class ModelTable:
         found = self.find(claims, name)
         if isinstance(found, ExternalApi):
             # Only requests of its own protocol reach it, as they are.
-            raise InvalidArgument(found.refusal())
+            raise found.refusal()
         return found
 
     def turns_or_policy(self, claims: Claims, name: str) -> Turns:

@@ -45,6 +45,7 @@ from services.gateway.conversation.prefix_match import (
 )
 from services.gateway.conversation.prompt import Place, Prompt, PromptDraft, SampledAnswer
 from services.gateway.conversation.recorded_experts import record_experts
+from services.gateway.errors import InvalidField
 from services.gateway.model.chat_model import ChatModel, Tools
 from services.gateway.model.chat_template import ChatTemplate
 
@@ -98,12 +99,12 @@ class Conversation:
         try:
             root = self.tree.root_of_tools(tools, template_kwargs)
         except RecursionError:
-            raise InvalidArgument("tools: the schemas are nested too deeply") from None
+            raise InvalidField("tools: the schemas are nested too deeply", param="tools") from None
         # With twins, a request may agree with several paths and must be matched from the root.
         start, new = recognized_prefix(messages, root, () if self.tree.twins else self.marks)
         _require_few(new, most)
         if not new and start is root:
-            raise InvalidArgument("messages must not be empty")
+            raise InvalidField("messages must not be empty", param="messages")
         node = self.tree.match(start, new)
         match = PrefixMatch(messages=messages, start=start, new=new, node=node)
         mark = messages.mark() if isinstance(messages, History) else None

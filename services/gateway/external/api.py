@@ -19,12 +19,11 @@ import msgspec
 from forge.core.errors import (
     ConfigError,
     ForgeError,
-    InvalidArgument,
     ResourceExhausted,
     Unavailable,
 )
 from forge.runtime.telemetry import log
-from services.gateway.errors import ApiRefused, ApiRejected
+from services.gateway.errors import ApiRefused, ApiRejected, InvalidField
 from services.gateway.external.key_file import read_key
 from services.gateway.metrics import OTHER_FAILURES
 from services.gateway.named_models import NamedModel
@@ -88,18 +87,19 @@ class ExternalApi:
         model does not have."""
         paths = self._paths()
         if path not in paths:
-            raise InvalidArgument(self.refusal())
+            raise self.refusal()
         at = paths[path].replace("MODEL", quote(self._upstream, safe=""))
         return self._settings.url.rstrip("/") + at
 
-    def refusal(self) -> str:
-        """Returns the text for a call over another protocol, with the ways that reach the API."""
+    def refusal(self) -> InvalidField:
+        """Returns the error of a call over another protocol, with the ways that reach the API."""
         ways = " or ".join(path.replace("MODEL", self.name) for path in self._paths())
         if "/v1/responses" in self._paths():
             ways += ", and by a WebSocket at /v1/responses"
-        return (
+        return InvalidField(
             f"model {self.name!r} is an external API of kind {self.kind}: it is called by "
-            f"POST {ways}"
+            f"POST {ways}",
+            param="model",
         )
 
     def _paths(self) -> Mapping[str, str]:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from forge.core.errors import InvalidArgument
 from services.gateway.conversation.agent_time import Moment
+from services.gateway.errors import InvalidField
 from services.gateway.http.edge import Edge
 from services.gateway.http.forward import ModelRequest, external_of, forward
 from services.gateway.http.request_fields import request_body
@@ -39,9 +39,10 @@ class Embeddings:
         api = external_of(edge, claims, body)
         if api is None:
             edge.models.find(claims, asked.model)
-            raise InvalidArgument(
+            raise InvalidField(
                 f"model {asked.model[:100]!r} has no embeddings here; models of kind embeddings "
-                "in the gateway's settings have"
+                "in the gateway's settings have",
+                param="model",
             )
         call = ModelRequest(http=request, claims=claims, body=body, arrived=arrived)
         return await forward(edge, call, api, "/v1/embeddings")

@@ -14,6 +14,8 @@ from aiohttp import web
 from forge.core.errors import ContextTooLong, ForgeError, Unauthenticated, UnsupportedByEngines
 from forge.runtime.telemetry import log
 from services.gateway.errors import (
+    InvalidField,
+    ModelNotAllowed,
     UnknownModel,
     UnknownPreviousResponse,
     UnknownResponse,
@@ -64,7 +66,12 @@ _CODES: dict[type[ForgeError], str] = {
     UnsupportedEncoding: "unsupported_encoding",
     Unauthenticated: "invalid_api_key",
 }
-
+_PARAMS: dict[type[ForgeError], str] = {
+    UnknownModel: "model",
+    ModelNotAllowed: "model",
+    UnknownPreviousResponse: "previous_response_id",
+}
+"""The fields of errors that concern one field alone."""
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Id that Anthropic's clients put into their logs and errors."""
@@ -77,17 +84,25 @@ class Failure:
     status: int
     message: str
     code: str
+    param: str | None = None
+    """The wrong field, in OpenAI's format."""
     headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, error: ForgeError) -> Failure:
-        """Converts an error."""
+    def of(cls, error: ForgeError, *, prompt: str | None = None) -> Failure:
+        """Converts an error; `prompt`: the field of the request that has the prompt."""
         return cls(
             status=error.http_status,
             message=str(error),
             code=_CODES.get(type(error), error.code.lower()),
+            param=prompt if isinstance(error, ContextTooLong) else _param(error),
             headers=failure_headers(error),
         )
+
+
+def _param(error: ForgeError) -> str | None:
+    known = error.param if isinstance(error, InvalidField) else _PARAMS.get(type(error))
+    return known or None
 
 
 def public_error(error: Exception) -> ForgeError:
@@ -103,9 +118,14 @@ def public_error(error: Exception) -> ForgeError:
 
 def openai_error(failure: Failure) -> dict[str, Any]:
     """Returns the body of an error in OpenAI's format."""
-    kind = _OPENAI_TYPES.get(failure.status, "server_error")
-    error = {"message": failure.message, "type": kind, "param": None, "code": failure.code}
-    return {"error": error}
+    return {
+        "error": {
+            "message": failure.message,
+            "type": _OPENAI_TYPES.get(failure.status, "server_error"),
+            "param": failure.param,
+            "code": failure.code,
+        }
+    }
 
 
 def anthropic_error(failure: Failure, request_id: str) -> dict[str, Any]:

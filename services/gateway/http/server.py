@@ -52,6 +52,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 PREFIXES = ("", "/s/{token}")
 LISTEN_BACKLOG = 128
+_PROMPTS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+}
+"""The field of OpenAI's requests that has the prompt."""
 
 
 class HttpServer:
@@ -169,7 +175,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         )
         response = _refusal(request, failure)
     except Exception as error:
-        failure = Failure.of(public_error(error))
+        prompt = _PROMPTS.get(route_of(request).removeprefix(PREFIXES[1]))
+        failure = Failure.of(public_error(error), prompt=prompt)
         response = _refusal(request, failure)
         if isinstance(error, BrokenBody):
             response.force_close()

@@ -26,9 +26,9 @@ from forge.core.conversation.continuation import (
     looks_back_one_answer,
 )
 from forge.core.conversation.messages import Message, to_openai
-from forge.core.errors import InvalidArgument
 from forge.core.formats import SAMPLE_TOOLS, ReasoningFormat, Tools
 from forge.core.tasks import template_kwargs
+from services.gateway.errors import InvalidField
 
 ASKED = (Message(role="user", content="."),)
 """A conversation that every template renders."""
@@ -151,9 +151,11 @@ def merged_kwargs(variables: frozenset[str], granted: str, asked: str) -> str:
     merged = template_kwargs.merged(granted) | template_kwargs.checked(asked)
     for name, value in merged.items():
         if name not in variables:
-            raise InvalidArgument(
-                f"chat_template_kwargs.{name[:60]} = {json.dumps(value)[:60]}: the model's chat "
-                f"template has no such variable; it has {sorted(variables) or 'none'}"
+            field = f"chat_template_kwargs.{name[:60]}"
+            raise InvalidField(
+                f"{field} = {json.dumps(value)[:60]}: the model's chat template has no such "
+                f"variable; it has {sorted(variables) or 'none'}",
+                param=field,
             )
     return template_kwargs.kwargs_json(merged)
 

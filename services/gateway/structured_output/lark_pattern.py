@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import islice
 
-from forge.core.errors import InvalidArgument
+from services.gateway.errors import InvalidField
 
 MAX_DEFINITION_CHARS = 65_536
 MAX_PATTERN_CHARS = 16_384
@@ -56,16 +56,17 @@ _Tokens = deque[tuple[str, str]]
 def pattern_of(definition: str, *, field: str) -> str:
     """Returns the regular expression of a grammar's rule `start`, without anchors.
 
-    Raises `InvalidArgument` with the `field` for a grammar that is not supported.
+    Raises `InvalidField` with the `field` for a grammar that is not supported.
     """
     if len(definition) > MAX_DEFINITION_CHARS:
-        raise InvalidArgument(f"{field} is longer than {MAX_DEFINITION_CHARS} characters")
+        raise InvalidField(f"{field} is longer than {MAX_DEFINITION_CHARS} characters", param=field)
     try:
         return _Grammar(definition).pattern("start", ())
     except RecursionError:
-        raise InvalidArgument(f"{field} cannot be enforced: it is nested too deeply") from None
-    except _Unsupported as wrong:
-        raise InvalidArgument(f"{field} cannot be enforced: {wrong}") from None
+        wrong = "it is nested too deeply"
+    except _Unsupported as error:
+        wrong = str(error)
+    raise InvalidField(f"{field} cannot be enforced: {wrong}", param=field)
 
 
 class _Unsupported(Exception):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from forge.core.errors import InvalidArgument
 from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES, check_schema
 from forge.v1 import common_pb2
+from services.gateway.errors import InvalidField
 
 AnswerKind = Literal["text", "json_object", "json_schema"]
 ANY_OBJECT = '{"type": "object"}'
@@ -39,7 +40,7 @@ async def answer_grammar(
     if kind == "json_object":
         return common_pb2.Grammar(json_schema=ANY_OBJECT)
     if schema is None:
-        raise InvalidArgument(f"{field} is missing: a JSON Schema is needed")
+        raise InvalidField(f"{field} is missing: a JSON Schema is needed", param=field)
     await check_schema_of(schema, strict=strict, field=field)
     return common_pb2.Grammar(json_schema=_spelt(schema), lenient=not strict)
 
@@ -50,13 +51,13 @@ async def check_schema_of(schema: Mapping[str, Any], *, strict: bool, field: str
     # Before the cache, too, so that its texts are bounded.
     size_bytes = len(spelt.encode())
     if size_bytes > MAX_GRAMMAR_BYTES:
-        raise InvalidArgument(
-            f"{field} has {size_bytes} bytes as JSON; at most {MAX_GRAMMAR_BYTES}"
+        raise InvalidField(
+            f"{field} has {size_bytes} bytes as JSON; at most {MAX_GRAMMAR_BYTES}", param=field
         )
     # On a thread, because it may take several tenths of a second.
     problem = await asyncio.to_thread(_problem, spelt, strict)
     if problem:
-        raise InvalidArgument(field + problem)
+        raise InvalidField(field + problem, param=field)
 
 
 def _spelt(schema: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from forge.core.formats import CallDelta, OutputFormat, reads_channels
 from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES, guided
 from forge.v1 import common_pb2
 from services.gateway.conversation.turn_request import TurnRequest
+from services.gateway.errors import InvalidField
 from services.gateway.metrics import UNENFORCED
 from services.gateway.model.chat_model import ChatModel, Tools
 from services.gateway.structured_output.argument_rules import Arguments
@@ -55,12 +56,14 @@ async def check(request: TurnRequest) -> None:
                 "a response format and the beginning of an answer (prefill) exclude each other"
             )
         if request.sampling.min_tokens:
-            raise InvalidArgument(
-                "min_tokens is not supported with a response format: the answer may end before"
+            raise InvalidField(
+                "min_tokens is not supported with a response format: the answer may end before",
+                param="min_tokens",
             )
         if request.stop:
-            raise InvalidArgument(
-                "stop is not supported with a response format: it would cut the answer"
+            raise InvalidField(
+                "stop is not supported with a response format: it would cut the answer",
+                param="stop",
             )
         answer = request.sampling.grammar
         if answer.WhichOneof("kind") == "json_schema":
@@ -69,8 +72,9 @@ async def check(request: TurnRequest) -> None:
                 _object(answer.json_schema, field), strict=not answer.lenient, field=field
             )
     if request.prefill and request.required_tool is not None:
-        raise InvalidArgument(
-            "tool_choice requires a call, and the beginning of the answer (prefill) is text"
+        raise InvalidField(
+            "tool_choice requires a call, and the beginning of the answer (prefill) is text",
+            param="tool_choice",
         )
     if request.call_tools:
         for at, tool in enumerate(request.tools):

@@ -9,24 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.core.conversation.messages import Message
-from forge.core.errors import InvalidArgument
+from services.gateway.errors import InvalidField
 
 
 def split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
     """Returns the messages before the last one, and its text.
 
-    Raises `InvalidArgument` unless the last message is an assistant's, with text alone.
+    Raises `InvalidField` unless the last message is an assistant's, with text alone.
     """
     every = messages[:]
     if not every or every[-1].role != "assistant":
         role = every[-1].role if every else "none"
-        raise InvalidArgument(
-            f"continue_final_message: the last message has the role {role!r}, not 'assistant'"
+        raise InvalidField(
+            f"continue_final_message: the last message has the role {role!r}, not 'assistant'",
+            param="continue_final_message",
         )
     last = every[-1]
     if last.tool_calls or last.reasoning or not last.content:
-        raise InvalidArgument(
+        raise InvalidField(
             "continue_final_message: the last message must have text, and neither tool calls nor "
-            "reasoning"
+            "reasoning",
+            param="continue_final_message",
         )
     return every[:-1], last.content

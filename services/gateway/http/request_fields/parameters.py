@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from forge.core.errors import InvalidArgument
-from services.gateway.http.request_fields.request_body import decode
+from services.gateway.errors import InvalidField
+from services.gateway.http.request_fields.request_body import UNREADABLE, decode
 from services.gateway.metrics import IGNORED_PARAMETERS
 
 IGNORED = "X-Forge-Ignored"
@@ -46,20 +46,20 @@ def decode_request(
 ) -> tuple[Request, dict[str, str]]:
     """Decodes a body; returns it with the headers of its response.
 
-    Raises `InvalidArgument` with the place of an error, and for a refused field with its value.
+    Raises `InvalidField` with the place of an error, and for a refused field with its value.
     """
     strict, loose, known = _kinds(kind, fields)
     unknown: list[str] = []
     try:
         asked = msgspec.json.decode(body or b"{}", type=strict)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         # Unknown fields are rare; only then the body is decoded twice.
         asked = decode(body, loose)
         unknown = sorted(decode(body, dict[str, msgspec.Raw]).keys() - known)
     for name, (why, neutral) in fields.refused.items():
         value = getattr(asked, name)
         if not _is_neutral(value, neutral):
-            raise InvalidArgument(f"{name} = {_shown(value)} is not supported: {why}")
+            raise InvalidField(f"{name} = {_shown(value)} is not supported: {why}", param=name)
     ignored = [
         name
         for name, neutral in fields.ignored.items()

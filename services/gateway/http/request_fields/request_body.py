@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import msgspec
 
-from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.core.sampling_limits import effective_temperature
 from forge.v1 import common_pb2
+from services.gateway.errors import InvalidField
 from services.gateway.metrics import REPLACED_SURROGATES
 from services.gateway.model.chat_model import Tools
 
@@ -34,14 +34,33 @@ _SURROGATES = re.compile(
     rb"(?P<pair>[89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|[89a-fA-F][0-9a-fA-F]{2})"
 )
 """Matches the escapes of surrogates in JSON bytes."""
+_PLACE = re.compile(r"`\$\.?([^`]*)`$")
+_NAMED = re.compile(r"Object (?:missing required|contains unknown) field `([^`]*)`")
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions of msgspec for JSON that it cannot decode."""
 
 
 def decode(body: bytes, kind: type[Request]) -> Request:
-    """Decodes a request body; raises `InvalidArgument` with the place of the error."""
+    """Decodes a request body; raises `InvalidField` with the place of the error."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgument(f"the request body is not valid: {error}") from None
+    except UNREADABLE as error:
+        raise wrong_json(str(error)) from None
+
+
+def wrong_json(wrong: str, *, within: str = "") -> InvalidField:
+    """Returns the error for JSON that msgspec refuses with the text `wrong`. `within`: the place of
+    the decoded part in the body."""
+    if within:
+        wrong, found = re.subn(r"`\$", f"`$.{within}", wrong)
+        wrong = wrong if found else f"{wrong} - at `$.{within}`"
+    return InvalidField(f"the request body is not valid: {wrong}", param=place_in(wrong))
+
+
+def place_in(wrong: str) -> str:
+    """Returns the place of the wrong field in an error of msgspec; "" without one."""
+    matches = (_PLACE.search(wrong), _NAMED.match(wrong))
+    return ".".join(match[1] for match in matches if match and match[1])
 
 
 def without_lone_surrogates(body: bytes) -> bytes:
@@ -65,25 +84,27 @@ def without_lone_surrogates(body: bytes) -> bytes:
 def tool_to_call(wanted: str, tools: Tools, output: OutputFormat) -> str:
     """Returns the tool that the answer must call, "" for any of several tools.
 
-    `wanted`: the requested name, or "" for any tool. Raises `InvalidArgument` if no call
-    is possible.
+    `wanted`: the requested name, or "" for any tool. Raises `InvalidField` if no call is possible.
     """
     names = [tool["function"]["name"] for tool in tools]
     if not names:
-        raise InvalidArgument("tool_choice requires a call, but the request has no tools")
+        raise InvalidField(
+            "tool_choice requires a call, but the request has no tools", param="tool_choice"
+        )
     if not output.takes_tools:
-        raise InvalidArgument(
-            f"tool_choice is not supported: the model's format ({output.name}) has no tool calls"
+        raise InvalidField(
+            f"tool_choice is not supported: the model's format ({output.name}) has no tool calls",
+            param="tool_choice",
         )
     if not wanted:
         return names[0] if len(names) == 1 else ""
     if wanted not in names:
-        raise InvalidArgument(f"tool_choice names {wanted!r}; tools are {names}")
+        raise InvalidField(f"tool_choice names {wanted!r}; tools are {names}", param="tool_choice")
     return wanted
 
 
 def top_logprobs_of(requested: int | None) -> int:
-    """Returns the number of likeliest tokens; raises `InvalidArgument` above the limit."""
+    """Returns the number of likeliest tokens; raises `InvalidField` above the limit."""
     return int(within("top_logprobs", requested or 0, 0, MAX_TOP_LOGPROBS))
 
 
@@ -97,7 +118,7 @@ def sampling_params(
     stop_token_ids: Sequence[int] | None = None,
     max_tokens_name: str = "max_tokens",
 ) -> common_pb2.SamplingParams:
-    """Returns the sampling parameters of all protocols; raises `InvalidArgument` out of range."""
+    """Returns the sampling parameters of all protocols; raises `InvalidField` out of range."""
     if max_tokens is not None:
         within(max_tokens_name, max_tokens, 1, 2**31 - 1)
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens or 0)
@@ -114,7 +135,9 @@ def sampling_params(
     if stop_token_ids:
         if len(stop_token_ids) > MAX_STOP_IDS:
             count = len(stop_token_ids)
-            raise InvalidArgument(f"stop_token_ids has {count} ids; at most {MAX_STOP_IDS}")
+            raise InvalidField(
+                f"stop_token_ids has {count} ids; at most {MAX_STOP_IDS}", param="stop_token_ids"
+            )
         for at, token in enumerate(stop_token_ids):
             within(f"stop_token_ids[{at}]", token, 0, 2**31 - 1)
         sampling.stop_token_ids.extend(stop_token_ids)
@@ -122,20 +145,20 @@ def sampling_params(
 
 
 def checked_stops(name: str, given: str | list[str] | None) -> list[str]:
-    """Returns the stop strings; raises `InvalidArgument` for too many or too long ones."""
+    """Returns the stop strings; raises `InvalidField` for too many or too long ones."""
     stops = [given] if isinstance(given, str) else given or []
     if len(stops) > MAX_STOPS:
-        raise InvalidArgument(f"{name} has {len(stops)} strings; at most {MAX_STOPS}")
+        raise InvalidField(f"{name} has {len(stops)} strings; at most {MAX_STOPS}", param=name)
     if (chars := sum(map(len, stops))) > MAX_STOP_CHARS:
-        raise InvalidArgument(f"{name} has {chars} characters; at most {MAX_STOP_CHARS}")
+        raise InvalidField(f"{name} has {chars} characters; at most {MAX_STOP_CHARS}", param=name)
     return stops
 
 
 def within(name: str, value: float, low: float, high: float) -> float:
-    """Returns `value`; raises `InvalidArgument` out of range."""
+    """Returns `value`; raises `InvalidField` out of range."""
     # In this form NaN is refused too.
     if not low <= value <= high:
         # An integer may be beyond any float.
         shown = f"{value!r:.40}" if isinstance(value, int) else f"{value:.10g}"
-        raise InvalidArgument(f"{name} = {shown} must be from {low:g} to {high:.10g}")
+        raise InvalidField(f"{name} = {shown} must be from {low:g} to {high:.10g}", param=name)
     return value

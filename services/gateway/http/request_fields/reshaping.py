@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from forge.core.errors import InvalidArgument
 from forge.core.sampling_limits import MIN_REPETITION_PENALTY
 from forge.v1 import common_pb2
+from services.gateway.errors import InvalidField
 from services.gateway.http.request_fields.request_body import within
 
 MAX_BIASES = 4096
@@ -26,7 +26,7 @@ class Reshaping(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
     def write_reshaping(self, sampling: common_pb2.SamplingParams) -> None:
-        """Sets the parameters; raises `InvalidArgument` out of range."""
+        """Sets the parameters; raises `InvalidField` out of range."""
         if self.min_p:
             sampling.min_p = within("min_p", self.min_p, 0, 1)
         if self.presence_penalty:
@@ -41,12 +41,14 @@ class Reshaping(msgspec.Struct, kw_only=True):
                 MAX_REPETITION_PENALTY,
             )
         if len(self.logit_bias or ()) > MAX_BIASES:
-            raise InvalidArgument(
-                f"logit_bias has {len(self.logit_bias or ())} ids; at most {MAX_BIASES}"
+            raise InvalidField(
+                f"logit_bias has {len(self.logit_bias or ())} ids; at most {MAX_BIASES}",
+                param="logit_bias",
             )
         for token, bias in (self.logit_bias or {}).items():
             if not token.isdecimal() or len(token) > MAX_DIGITS or int(token) >= 2**31:
-                raise InvalidArgument(
-                    f"logit_bias has the key {token[:40]!r}: it must be a token id"
+                raise InvalidField(
+                    f"logit_bias has the key {token[:40]!r}: it must be a token id",
+                    param="logit_bias",
                 )
             sampling.logit_bias[int(token)] = within(f"logit_bias[{token}]", bias, -100, 100)

@@ -68,7 +68,7 @@ async def test_chat_completions_have_openais_code(stream: bool) -> None:
         {
             "message": str(TOO_LONG),
             "type": "invalid_request_error",
-            "param": None,
+            "param": "messages",
             "code": "context_length_exceeded",
         },
     )
@@ -100,6 +100,7 @@ async def test_a_streamed_response_fails_with_the_code() -> None:
     names = re.findall(r"^event: (.*)$", body, re.MULTILINE)
     assert names == ["response.created", "response.in_progress", "error", "response.failed"]
     assert '"error":{"code":"context_length_exceeded","message":"prompt is too long' in body
+    assert '"param":"input"' in body
     assert caught.value.code == "context_length_exceeded"
 
 

@@ -7,6 +7,7 @@ or if it asks for an effect that is not here; `fields` has those that are not us
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from forge.core.errors import InvalidArgument
 from forge.core.formats import OutputFormat
 from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
+from services.gateway.errors import InvalidField
 from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
 from services.gateway.http.message_parts.prefill import split_prefill
 from services.gateway.http.openai.completions.completion_fields import CompletionFields
@@ -26,9 +28,11 @@ from services.gateway.http.openai.completions.guided import guided_grammar_of
 from services.gateway.http.openai.content import Part, content_of
 from services.gateway.http.request_fields.parameters import add_ignored
 from services.gateway.http.request_fields.request_body import (
+    UNREADABLE,
     tool_to_call,
     top_logprobs_of,
     within,
+    wrong_json,
 )
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.response_format import answer_grammar
@@ -126,18 +130,20 @@ def prefill_of(
     `InvalidArgument` for flags that contradict each other."""
     if request.continue_final_message:
         if request.add_generation_prompt:
-            raise InvalidArgument(
+            raise InvalidField(
                 "continue_final_message = true needs add_generation_prompt = false: the prompt "
-                "ends with the last message"
+                "ends with the last message",
+                param="continue_final_message",
             )
         return split_prefill(messages)
     if request.add_generation_prompt is False:
-        raise InvalidArgument(
+        raise InvalidField(
             "add_generation_prompt = false is not supported without continue_final_message = true: "
-            "every prompt ends where an answer begins"
+            "every prompt ends where an answer begins",
+            param="add_generation_prompt",
         )
     if request.echo:
-        raise InvalidArgument("echo = true needs continue_final_message = true")
+        raise InvalidField("echo = true needs continue_final_message = true", param="echo")
     return messages, ""
 
 
@@ -158,12 +164,9 @@ def template_kwargs_of(
 def _read_messages(images: ImagePolicy, array: bytes, first: int) -> list[Message]:
     try:
         messages = msgspec.json.decode(array, type=list[ChatMessage])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        where = f"messages[{first}:]" if first else "messages"
-        wrong = str(error)
-        at = "`$" in wrong
-        wrong = wrong.replace("`$", f"`$.{where}") if at else f"{wrong} - at `$.{where}`"
-        raise InvalidArgument(f"the request body is not valid: {wrong}") from None
+    except UNREADABLE as error:
+        wrong = re.sub(r"`\$\[(\d+)", lambda at: f"`$[{first + int(at[1])}", str(error))
+        raise wrong_json(wrong, within="messages") from None
     return [_message(message, first + at, images) for at, message in enumerate(messages)]
 
 
@@ -172,7 +175,7 @@ def tools_of(tools: Sequence[dict[str, Any]] | None) -> Tools:
     for at, tool in enumerate(tools or ()):
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidArgument(f"tools[{at}] must be a function with a name")
+            raise InvalidField(f"tools[{at}] must be a function with a name", param=f"tools[{at}]")
     return tools or ()
 
 
@@ -187,12 +190,14 @@ def required_tool(request: ChatCompletionRequest, output: OutputFormat) -> str |
 
 def sampling_of(request: ChatCompletionRequest) -> common_pb2.SamplingParams:
     """Returns the sampling parameters; raises `InvalidArgument` out of range."""
-    max_tokens = request.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = request.max_tokens
-    sampling = request.sampling(max_tokens)
+    if request.max_completion_tokens is None:
+        sampling = request.sampling(request.max_tokens)
+    else:
+        sampling = request.sampling(
+            request.max_completion_tokens, max_tokens_name="max_completion_tokens"
+        )
     if request.top_logprobs and not request.logprobs:
-        raise InvalidArgument("top_logprobs needs logprobs: true")
+        raise InvalidField("top_logprobs needs logprobs: true", param="top_logprobs")
     sampling.top_logprobs = top_logprobs_of(request.top_logprobs)
     return sampling
 
@@ -202,12 +207,14 @@ async def answer_grammar_of(request: ChatCompletionRequest) -> common_pb2.Gramma
     it cannot be enforced."""
     wanted, guided = request.response_format, await guided_grammar_of(request)
     if guided is not None and wanted is not None and wanted.type != "text":
-        raise InvalidArgument("response_format and guided decoding exclude each other")
+        raise InvalidField(
+            "response_format and guided decoding exclude each other", param="response_format"
+        )
     if wanted is None or guided is not None:
         return guided
     described = wanted.json_schema
     if wanted.type == "json_schema" and described is None:
-        raise InvalidArgument("response_format.json_schema is missing")
+        raise InvalidField("response_format.json_schema is missing", param="response_format")
     return await answer_grammar(
         wanted.type,
         described.schema if described else None,
@@ -219,25 +226,34 @@ async def answer_grammar_of(request: ChatCompletionRequest) -> common_pb2.Gramma
 def choices_of(request: ChatCompletionRequest) -> int:
     """Returns the number of answers; raises `InvalidArgument` for unsupported fields."""
     if request.functions:
-        raise InvalidArgument("functions are not supported: send them as tools")
+        raise InvalidField("functions are not supported: send them as tools", param="functions")
     if request.web_search_options is not None:
-        raise InvalidArgument("web_search_options is not supported: there is no web search here")
+        raise InvalidField(
+            "web_search_options is not supported: there is no web search here",
+            param="web_search_options",
+        )
     for modality in request.modalities or ():
         if modality != "text":
-            raise InvalidArgument(f"modalities has {modality[:40]!r}; only 'text' is supported")
+            raise InvalidField(
+                f"modalities has {modality[:40]!r}; only 'text' is supported", param="modalities"
+            )
     return int(within("n", 1 if request.n is None else request.n, 1, MAX_CHOICES))
 
 
 def _message(message: ChatMessage, at: int, images: ImagePolicy) -> Message:
+    field = "role"
     try:
         role = normal_role(message.role)
+        field = "content"
         content, seen = content_of(message.content, ("text",), images)
         if message.function_call:
+            field = "function_call"
             raise InvalidArgument("function_call is not supported: send it in tool_calls")
         if message.content is None and role != "assistant":  # empty answers may be sent as null
             raise InvalidArgument(f"content is missing: a message of role {role} needs it")
     except InvalidArgument as error:
-        raise InvalidArgument(f"messages[{at}]: {error}") from None
+        place = f"messages[{at}]"
+        raise InvalidField(f"{place}: {error}", param=f"{place}.{field}") from None
     calls = tuple(
         ToolCall(
             name=call.function.name,

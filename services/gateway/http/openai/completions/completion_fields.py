@@ -39,7 +39,9 @@ class CompletionFields(Guided, kw_only=True):
         """A stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, max_tokens: int | None) -> common_pb2.SamplingParams:
+    def sampling(
+        self, max_tokens: int | None, *, max_tokens_name: str = "max_tokens"
+    ) -> common_pb2.SamplingParams:
         """Returns the sampling parameters; raises `InvalidArgument` out of range."""
         sampling = sampling_params(
             max_tokens=max_tokens,
@@ -48,6 +50,7 @@ class CompletionFields(Guided, kw_only=True):
             top_k=self.top_k,
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_token_ids,
+            max_tokens_name=max_tokens_name,
         )
         self.write_reshaping(sampling)
         if self.seed is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from forge.core.errors import ContextTooLong, InvalidArgument
+from forge.core.errors import ContextTooLong
 from forge.core.token_columns import int32_bytes
 from forge.v1 import common_pb2
+from services.gateway.errors import InvalidField
 from services.gateway.http.openai.completions.completion_fields import CompletionFields
 from services.gateway.http.openai.completions.guided import guided_grammar_of
 from services.gateway.http.request_fields.request_body import within
@@ -40,8 +41,9 @@ async def sampling_of(request: CompletionRequest) -> common_pb2.SamplingParams:
     if request.logprobs is not None:
         sampling.top_logprobs = int(within("logprobs", request.logprobs, 0, MAX_LOGPROBS))
         if request.echo:
-            raise InvalidArgument(
-                "echo = true with logprobs is not supported: log-probs are those of sampled tokens"
+            raise InvalidField(
+                "echo = true with logprobs is not supported: log-probs are those of sampled tokens",
+                param="echo",
             )
     sampling.MergeFrom(common_pb2.SamplingParams(grammar=await guided_grammar_of(request)))
     return sampling
@@ -63,13 +65,15 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     else:
         prompts = [one for one in given if not isinstance(one, int)]
         if len(prompts) < len(given):
-            raise InvalidArgument("prompt mixes token ids with texts or lists")
+            raise InvalidField("prompt mixes token ids with texts or lists", param="prompt")
     if not prompts or not all(prompts):
-        raise InvalidArgument("prompt must not be empty: a text or token ids")
+        raise InvalidField("prompt must not be empty: a text or token ids", param="prompt")
     answers = len(prompts) * answers_of(request)
     if len(prompts) > MAX_PROMPTS or answers > MAX_ANSWERS:
-        raise InvalidArgument(
-            f"{len(prompts)} prompts and {answers} answers; at most {MAX_PROMPTS} and {MAX_ANSWERS}"
+        raise InvalidField(
+            f"{len(prompts)} prompts and {answers} answers; at most {MAX_PROMPTS} and "
+            f"{MAX_ANSWERS}",
+            param="prompt",
         )
     return prompts
 
@@ -97,8 +101,9 @@ async def prompt_ids(
 def checked_ids(name: str, model: ChatModel, ids: Sequence[int]) -> bytes:
     """Returns int32 ids. Raises `InvalidArgument` for ids beyond the vocabulary."""
     if ids and not (min(ids) >= 0 and max(ids) < model.vocabulary_tokens):
-        raise InvalidArgument(
+        raise InvalidField(
             f"{name} must have ids from 0 to {model.vocabulary_tokens - 1}; "
-            f"they are from {min(ids)} to {max(ids)}"
+            f"they are from {min(ids)} to {max(ids)}",
+            param=name,
         )
     return int32_bytes(ids)

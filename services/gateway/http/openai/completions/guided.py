@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from forge.core.errors import InvalidArgument
 from forge.grammar.answer_grammar import MAX_GRAMMAR_BYTES
 from forge.v1 import common_pb2
+from services.gateway.errors import InvalidField
 from services.gateway.http.request_fields.reshaping import Reshaping
 from services.gateway.structured_output.response_format import answer_grammar
 
@@ -89,22 +90,24 @@ def _schema(name: str, text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidArgument(f"{name} is not a JSON Schema: {error}") from None
+        raise InvalidField(f"{name} is not a JSON Schema: {error}", param=name) from None
 
 
 def any_of(name: str, choices: list[str]) -> str:
     """Returns the regular expression of several texts; raises `InvalidArgument` for too many."""
     if not 0 < len(choices) <= MAX_CHOICES:
-        raise InvalidArgument(f"{name} has {len(choices)} texts; 1 to {MAX_CHOICES} are allowed")
+        raise InvalidField(
+            f"{name} has {len(choices)} texts; 1 to {MAX_CHOICES} are allowed", param=name
+        )
     return "|".join(_META.sub(r"\\\g<0>", choice) for choice in choices)
 
 
 def _lark(name: str, text: str) -> str:
     """Returns a grammar in llguidance's Lark; `text` is that, or GBNF."""
     if len(text.encode()) > MAX_GRAMMAR_BYTES:
-        raise InvalidArgument(f"{name} is longer than {MAX_GRAMMAR_BYTES} bytes")
+        raise InvalidField(f"{name} is longer than {MAX_GRAMMAR_BYTES} bytes", param=name)
     try:
         return str(any_to_lark(text))
     # The converter raises plain exceptions too: "No 'root' rule found".
     except Exception as error:
-        raise InvalidArgument(f"{name} is neither Lark nor GBNF: {error}") from None
+        raise InvalidField(f"{name} is neither Lark nor GBNF: {error}", param=name) from None

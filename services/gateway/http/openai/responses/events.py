@@ -12,6 +12,7 @@ from typing import Any
 
 from forge.core.conversation.messages import ToolCall
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
+from services.gateway.http.errors import Failure
 from services.gateway.http.openai.responses.items import (
     Head,
     Item,
@@ -106,17 +107,21 @@ class Events:
         response = self._head.response("completed", [], usage=nothing)
         yield self._event("response.completed", response=response)
 
-    def refuse(self, code: str, message: str) -> Iterator[Event]:
+    def refuse(self, failure: Failure) -> Iterator[Event]:
         """Yields all events of a response that failed before its first token."""
         yield from self.start()
-        yield from self.fail(code, message, kind="invalid_request_error")
+        yield from self.fail(
+            failure.code, failure.message, kind="invalid_request_error", param=failure.param
+        )
 
-    def fail(self, code: str, message: str, *, kind: str = "server_error") -> Iterator[Event]:
+    def fail(
+        self, code: str, message: str, *, kind: str = "server_error", param: str | None = None
+    ) -> Iterator[Event]:
         """Yields the last events of a failed response; `kind` is the type of the error."""
         yield from self._close("incomplete")
         if not self._one_end:
-            error = {"type": kind, "code": code, "message": message, "param": None}
-            yield self._event("error", code=code, message=message, param=None, error=error)
+            error = {"type": kind, "code": code, "message": message, "param": param}
+            yield self._event("error", code=code, message=message, param=param, error=error)
         error = {"code": code, "message": message}
         response = self._head.response("failed", self._output, error=error)
         yield self._event("response.failed", response=response)

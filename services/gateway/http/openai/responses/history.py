@@ -24,11 +24,13 @@ import msgspec
 from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
+from services.gateway.errors import InvalidField
 from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
 from services.gateway.http.message_parts.message_array import with_first
 from services.gateway.http.openai.content import Part, content_of, text_of
 from services.gateway.http.openai.responses.items import RAW_CUSTOM, key_of_item
 from services.gateway.http.openai.responses.tools import arguments_of, flat_name
+from services.gateway.http.request_fields.request_body import UNREADABLE, place_in, wrong_json
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _text = partial(text_of, kinds=_TEXTS)
@@ -102,12 +104,10 @@ def items_of(given: bytes) -> str | list[dict[str, Any]]:
     """Decodes the complete `input`; raises `InvalidArgument` if it is invalid or empty."""
     try:
         items = msgspec.json.decode(given, type=str | list[dict[str, Any]] | None)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        wrong = str(error)
-        wrong = wrong.replace("`$", "`$.input") if "`$" in wrong else f"{wrong} - at `$.input`"
-        raise InvalidArgument(f"the request body is not valid: {wrong}") from None
+    except UNREADABLE as error:
+        raise wrong_json(str(error), within="input") from None
     if items is None or items == []:
-        raise InvalidArgument("input must not be empty")
+        raise InvalidField("input must not be empty", param="input")
     return items
 
 
@@ -143,9 +143,7 @@ class _Reader:
 
     def __call__(self, array: bytes, first: int) -> list[Message]:
         if first:
-            with suppress(
-                InvalidArgument, msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-            ):
+            with suppress(InvalidArgument, *UNREADABLE):
                 items = msgspec.json.decode(array, type=list[dict[str, Any]])
                 return messages_of(items, self.images)
             # Only a decoding of all items gives the place of the error.
@@ -153,7 +151,7 @@ class _Reader:
         every = items_of(array)
         assert isinstance(every, list)
         if len(every) == self.instructed:
-            raise InvalidArgument("input must not be empty")
+            raise InvalidField("input must not be empty", param="input")
         return messages_of(every, self.images, first=-int(self.instructed))
 
 
@@ -172,7 +170,9 @@ def messages_of(
         try:
             history.add_item(item)
         except InvalidArgument as error:
-            raise InvalidArgument(f"input[{at}]: {error}") from None
+            below = f".{error.param}" if isinstance(error, InvalidField) and error.param else ""
+            place = f"input[{at}]"
+            raise InvalidField(f"{place}: {error}", param=place + below) from None
     return history.messages()
 
 
@@ -288,4 +288,4 @@ def _as(item: dict[str, Any], kind: type[_Kind]) -> _Kind:
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(str(error)) from None
+        raise InvalidField(str(error), param=place_in(str(error))) from None

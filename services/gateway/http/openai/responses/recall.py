@@ -11,11 +11,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from forge.core.conversation.messages import Message
-from forge.core.errors import InvalidArgument
 from services.gateway.actors.messages import Recall
 from services.gateway.conversation.handles import Recalled
 from services.gateway.conversation.prefix_match import NamedPrefix
-from services.gateway.errors import UnknownPreviousResponse
+from services.gateway.errors import InvalidField, UnknownPreviousResponse
 from services.gateway.http.edge import Edge
 from services.gateway.http.openai.responses.history import history_of, items_of, messages_of
 from services.gateway.http.openai.responses.items import (
@@ -117,7 +116,9 @@ async def _dereferenced(
                 output = stored_response(recalled, key, model)["output"] if recalled else ()
                 outputs[key] = {kept["id"]: kept for kept in output}
             if item_id not in outputs[key]:
-                raise InvalidArgument(f"input[{at}]: item with id {item_id[:100]!r} not found")
+                raise InvalidField(
+                    f"input[{at}]: item with id {item_id[:100]!r} not found", param=f"input[{at}]"
+                )
             item = outputs[key][item_id]
         dereferenced.append(item)
     return dereferenced

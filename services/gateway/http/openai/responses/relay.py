@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from forge.core.errors import InvalidArgument, Unavailable
+from forge.core.errors import Unavailable
 from forge.runtime.security.tokens import Claims
 from services.gateway.conversation.agent_time import Moment
-from services.gateway.errors import ApiRejected
+from services.gateway.errors import ApiRejected, InvalidField
 from services.gateway.external.api import ExternalApi
 from services.gateway.http.edge import Edge
 from services.gateway.http.errors import Failure, openai_error, public_error
@@ -93,10 +93,13 @@ def _body(text: bytes) -> bytes:
     fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     kind = bytes(fields.get("type", b"null"))[:60]
     if kind != b'"response.create"':
-        raise InvalidArgument(f"events of type {kind.decode(errors='replace')} are not supported")
+        raise InvalidField(
+            f"events of type {kind.decode(errors='replace')} are not supported", param="type"
+        )
     if bytes(fields.get("generate", b"null")).strip() == b"false":
-        raise InvalidArgument(
-            "generate: false is not supported for an external API: send the input with the request"
+        raise InvalidField(
+            "generate: false is not supported for an external API: send the input with the request",
+            param="generate",
         )
     for name in _OF_THE_CONNECTION:
         fields.pop(name, None)

@@ -91,7 +91,7 @@ class Responses:
 def _last_event(error: ForgeError) -> bytes:
     """Returns the event of a failed response that an external API has begun."""
     failure = Failure.of(error)
-    fields = {"code": failure.code, "message": failure.message, "param": None}
+    fields = {"code": failure.code, "message": failure.message, "param": failure.param}
     return typed_sse({"type": "error", **fields})
 
 

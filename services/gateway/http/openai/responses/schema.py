@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from forge.core.errors import InvalidArgument
 from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
+from services.gateway.errors import InvalidField
 from services.gateway.http.openai.responses.tools import flat_name
 from services.gateway.http.request_fields.parameters import add_ignored
+from services.gateway.http.request_fields.request_body import place_in
 from services.gateway.structured_output.response_format import answer_grammar
 
 MAX_METADATA = 16
@@ -98,10 +99,11 @@ def check(request: ResponsesRequest) -> None:
     """Raises `InvalidArgument` for unsupported fields."""
     for name, why in _REFUSED.items():
         if getattr(request, name):
-            raise InvalidArgument(f"{name} is not supported: {why}")
+            raise InvalidField(f"{name} is not supported: {why}", param=name)
     if request.truncation not in (None, "disabled"):
-        raise InvalidArgument(
-            f"truncation {request.truncation[:40]!r} is not supported: only 'disabled' is"
+        raise InvalidField(
+            f"truncation {request.truncation[:40]!r} is not supported: only 'disabled' is",
+            param="truncation",
         )
     _check_metadata(request.metadata or {})
 
@@ -114,7 +116,8 @@ async def answer_grammar_of(request: ResponsesRequest) -> common_pb2.Grammar | N
     try:
         wanted = msgspec.convert(given, AnswerFormat)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"text.format is not valid: {error}") from None
+        place = ".".join(filter(None, ("text.format", place_in(str(error)))))
+        raise InvalidField(f"text.format is not valid: {error}", param=place) from None
     return await answer_grammar(
         wanted.type, wanted.schema, strict=bool(wanted.strict), field="text.format.schema"
     )
@@ -128,13 +131,15 @@ def wanted_tool(request: ResponsesRequest) -> str | None:
     if choice == "required":
         return ""
     if isinstance(choice, str):
-        raise InvalidArgument(
-            f"tool_choice {choice[:40]!r} is none of 'auto', 'none', 'required' or a function"
+        raise InvalidField(
+            f"tool_choice {choice[:40]!r} is none of 'auto', 'none', 'required' or a function",
+            param="tool_choice",
         )
     if choice.get("type") not in ("function", "custom") or not isinstance(choice.get("name"), str):
-        raise InvalidArgument(
+        raise InvalidField(
             f"tool_choice of type {str(choice.get('type'))[:40]!r} is not supported; "
-            "a function or a custom tool with a name is"
+            "a function or a custom tool with a name is",
+            param="tool_choice",
         )
     return flat_name(choice["name"], choice.get("namespace"))
 
@@ -173,10 +178,13 @@ def remembered(echoed: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_metadata(metadata: dict[str, str]) -> None:
     if len(metadata) > MAX_METADATA:
-        raise InvalidArgument(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA}")
+        raise InvalidField(
+            f"metadata has {len(metadata)} pairs; at most {MAX_METADATA}", param="metadata"
+        )
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
-            raise InvalidArgument(
+            raise InvalidField(
                 f"metadata {key[:MAX_METADATA_KEY_CHARS]!r}: keys have at most "
-                f"{MAX_METADATA_KEY_CHARS} characters, values {MAX_METADATA_VALUE_CHARS}"
+                f"{MAX_METADATA_KEY_CHARS} characters, values {MAX_METADATA_VALUE_CHARS}",
+                param="metadata",
             )

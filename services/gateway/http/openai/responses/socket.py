@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
-from forge.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from forge.core.errors import PermissionDenied, Unauthenticated
 from forge.runtime.security.tokens import Claims
 from services.gateway.conversation.agent_time import Moment
+from services.gateway.errors import InvalidField
 from services.gateway.external.api import ExternalApi
 from services.gateway.http.edge import Edge
 from services.gateway.http.errors import Failure, openai_error, public_error
@@ -171,9 +172,10 @@ class ResponsesSocket:
         asked.previous_response_id = warm.previous_response_id
         joined = _joined(warm.input, bytes(asked.input))
         if len(joined) > self._request.client_max_size:
-            raise InvalidArgument(
+            raise InvalidField(
                 f"input has {len(joined)} bytes with that of the previous response; at most "
-                f"{self._request.client_max_size}"
+                f"{self._request.client_max_size}",
+                param="input",
             )
         asked.input = msgspec.Raw(joined)
         return warm.known
@@ -233,13 +235,15 @@ class ResponsesSocket:
 def _check(asked: ClientEvent) -> None:
     """Raises `InvalidArgument` for an event that is not supported."""
     if asked.type != "response.create":
-        raise InvalidArgument(
-            f"events of type {asked.type[:40]!r} are not supported; 'response.create' is"
+        raise InvalidField(
+            f"events of type {asked.type[:40]!r} are not supported; 'response.create' is",
+            param="type",
         )
     if asked.stream_id is not None:
-        raise InvalidArgument(
+        raise InvalidField(
             "stream_id is not supported: a connection has one response at a time; "
-            "open another for a parallel one"
+            "open another for a parallel one",
+            param="stream_id",
         )
     asked.stream = True
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from forge.core.errors import InvalidArgument
+from services.gateway.errors import InvalidField
 from services.gateway.metrics import OMITTED_TOOLS
 from services.gateway.model.chat_model import Tools
 from services.gateway.structured_output.lark_pattern import pattern_of
@@ -73,7 +73,7 @@ def tool_set(given: Sequence[Given] | None, *, omit_web_search: bool) -> ToolSet
         for function, named in _functions(tool, f"tools[{at}]"):
             flat = function["name"]
             if flat in seen and (named is not None or flat in names):
-                raise InvalidArgument(f"tools[{at}]: {flat!r} names two tools")
+                raise InvalidField(f"tools[{at}]: {flat!r} names two tools", param=f"tools[{at}]")
             seen.add(flat)
             if named is not None:
                 names[flat] = named
@@ -147,10 +147,11 @@ def _functions(tool: Given, place: str) -> Iterator[tuple[dict[str, Any], ToolNa
     namespace, description = tool.get("name"), tool.get("description")
     members = tool.get("tools")
     if not isinstance(namespace, str) or not namespace or not isinstance(members, list):
-        raise InvalidArgument(f"{place} must be a namespace with a name and tools")
+        raise InvalidField(f"{place} must be a namespace with a name and tools", param=place)
     for at, member in enumerate(members):
         if not isinstance(member, dict):
-            raise InvalidArgument(f"{place}.tools[{at}] must be a tool")
+            below = f"{place}.tools[{at}]"
+            raise InvalidField(f"{below} must be a tool", param=below)
         function, named = _function(member, f"{place}.tools[{at}]", namespace=namespace)
         if not at and isinstance(description, str) and description:
             # A prompt has no place for namespaces: the first function describes all.
@@ -162,12 +163,13 @@ def _functions(tool: Given, place: str) -> Iterator[tuple[dict[str, Any], ToolNa
 def _function(tool: Given, place: str, *, namespace: str) -> tuple[dict[str, Any], ToolName | None]:
     kind, name = tool.get("type"), tool.get("name")
     if kind not in ("function", "custom"):
-        raise InvalidArgument(
+        raise InvalidField(
             f"{place} is of type {str(kind)[:40]!r}; only 'function', 'custom' and 'namespace' "
-            "tools can be called here"
+            "tools can be called here",
+            param=place,
         )
     if not isinstance(name, str):
-        raise InvalidArgument(f"{place} must be a {kind} with a name")
+        raise InvalidField(f"{place} must be a {kind} with a name", param=place)
     named = ToolName(name=name, namespace=namespace, custom=kind == "custom")
     if kind == "custom":
         function = _custom(tool, place)
@@ -204,11 +206,11 @@ def _pattern(given: Any, field: str) -> str | None:
     try:
         wanted = msgspec.convert(given, CustomFormat)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{field} is not valid: {error}") from None
+        raise InvalidField(f"{field} is not valid: {error}", param=field) from None
     if wanted.type == "text":
         return None
     if wanted.syntax is None or wanted.definition is None:
-        raise InvalidArgument(f"{field} needs a syntax and a definition")
+        raise InvalidField(f"{field} needs a syntax and a definition", param=field)
     if wanted.syntax == "regex":
         return wanted.definition
     return pattern_of(wanted.definition, field=f"{field}.definition")

@@ -125,7 +125,7 @@ class Response:
                     for event in new:
                         yield event
         except ContextTooLong as error:
-            for event in events.refuse(Failure.of(error).code, str(error)):
+            for event in events.refuse(Failure.of(error, prompt="input")):
                 yield event
 
     def _end(self, events: Events, turn: Turn) -> Iterator[Event]:

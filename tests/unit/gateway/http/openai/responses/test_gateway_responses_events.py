@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from forge.core.conversation.messages import Message, ToolCall
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta, collect
+from services.gateway.http.errors import Failure
 from services.gateway.http.openai.responses.events import Event, Events
 from services.gateway.http.openai.responses.history import messages_of
 from services.gateway.http.openai.responses.items import Head, output_of, response_key, usage
@@ -125,7 +126,8 @@ def test_failure_has_one_end_over_a_socket(begun: bool) -> None:
     """A client that takes `error` for the end would take `response.failed` for the next one."""
     events = Events(HEAD, one_end=True)
     seen = list(events.start()) if begun else []
-    seen += (events.fail if begun else events.refuse)("server_error", "gone")
+    failure = Failure(status=400, message="gone", code="server_error")
+    seen += events.fail("server_error", "gone") if begun else events.refuse(failure)
     check(seen)
     assert names(seen) == ["created", "in_progress", "failed"]
 
