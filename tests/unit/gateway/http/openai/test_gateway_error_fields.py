@@ -9,8 +9,10 @@ import aiohttp
 import pytest
 
 from forge.core.errors import ContextTooLong
-from services.gateway.errors import ModelNotAllowed, UnknownPreviousResponse
+from services.gateway.errors import InvalidField, ModelNotAllowed, UnknownPreviousResponse
 from services.gateway.http.errors import Failure, openai_error
+from services.gateway.http.message_parts.images import REFUSED
+from services.gateway.http.openai.completions import chat_schema
 from services.gateway.turns.types import Piece, Turn
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
 
@@ -150,3 +152,10 @@ def test_errors_of_one_field_alone_name_it() -> None:
     named = [ModelNotAllowed("model 'a' is not for this session"), UnknownPreviousResponse("no")]
     params = [openai_error(Failure.of(error))["error"]["param"] for error in named]
     assert params == ["model", "previous_response_id"]
+
+
+def test_a_new_message_has_its_number_in_the_whole_request() -> None:
+    """Only the messages after a known prefix are decoded."""
+    with pytest.raises(InvalidField, match=r"`\$\.messages\[3\]\.content`") as caught:
+        chat_schema._read_messages(REFUSED, b'[{"role": "user", "content": 3}]', 3)
+    assert caught.value.param == "messages[3].content"
