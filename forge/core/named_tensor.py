@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +50,17 @@ class HubPart(NamedTuple):
         ]
 
 
+def hub_ranges(
+    hub: Iterable[HubPart], *, item_bytes: int
+) -> Iterator[tuple[str, tuple[int, ...], slice]]:
+    """Yield name, shape and bytes of each tensor on the hub; the slice is one of the data of the
+    tensor that has these parts."""
+    for part in hub:
+        size_bytes = math.prod(part.shape) * item_bytes
+        for name, start in part.places:
+            yield name, part.shape, slice(start * item_bytes, start * item_bytes + size_bytes)
+
+
 HubParts = dict[str, tuple[HubPart, ...]]
 """By the name of a tensor: all of its elements. A tensor that is not here has its name and shape on
 the hub, too."""
@@ -72,8 +83,5 @@ class NamedTensor:
         """Yield its tensors on the hub, as views of its data."""
         data = memoryview(self.data)
         item_bytes = data.nbytes // max(1, math.prod(self.shape))
-        for part in self.hub:
-            size = math.prod(part.shape)
-            for name, start in part.places:
-                view = data[start * item_bytes : (start + size) * item_bytes]
-                yield NamedTensor(name=name, dtype=self.dtype, shape=part.shape, data=view)
+        for name, shape, place in hub_ranges(self.hub, item_bytes=item_bytes):
+            yield NamedTensor(name=name, dtype=self.dtype, shape=shape, data=data[place])

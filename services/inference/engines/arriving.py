@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from forge.core.named_tensor import HubPart, NamedTensor
+from forge.core.named_tensor import HubPart, NamedTensor, hub_ranges
 from services.inference.engines.base import Engine, Probe
 
 
@@ -28,10 +28,9 @@ class Form:
     def in_hub_names(self) -> Iterator[tuple[str, Form]]:
         """Yield name and form of its tensors on the hub, in the order of `NamedTensor`."""
         item_bytes = self.size_bytes // max(1, math.prod(self.shape))
-        for part in self.hub:
-            size_bytes = item_bytes * math.prod(part.shape)
-            form = Form(dtype=self.dtype, shape=part.shape, size_bytes=size_bytes)
-            yield from ((name, form) for name, _ in part.places)
+        for name, shape, place in hub_ranges(self.hub, item_bytes=item_bytes):
+            size_bytes = place.stop - place.start
+            yield name, Form(dtype=self.dtype, shape=shape, size_bytes=size_bytes)
 
 
 class Arriving(Protocol):
