@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from threading import Condition
 
@@ -62,10 +62,10 @@ class ArrivingWeights:
         """See `Loadable`."""
         self.end(Unavailable("the load of the weights was given up"))
 
-    def take(self, tensor: NamedTensor) -> None:
-        """Add a checked tensor of the version."""
+    def take(self, parts: Iterable[NamedTensor]) -> None:
+        """Add checked tensors, as `FittingForms.parts` returns them."""
         with self._changed:
-            self._taken |= {one.name: one for one in self._fitting.parts(tensor)}
+            self._taken |= {one.name: one for one in parts}
             self._changed.notify_all()
 
     def end(self, error: BaseException) -> None:
@@ -101,8 +101,11 @@ async def taken(
     async def take() -> None:
         try:
             async for tensor in arriving.tensors():
+                parts = fitting.parts(tensor)
+                if not parts:
+                    continue
                 await asyncio.to_thread(checkpoint.check, tensor, version=version)
-                weights.take(tensor)
+                weights.take(parts)
                 if start.passed(memoryview(tensor.data).nbytes, now_s=time.monotonic()):
                     ready.set()
         except BaseException as error:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_64_intdigest
@@ -36,6 +36,8 @@ from services.inference.engines.tensorrt_llm.weights.quantization import (
 
 if TYPE_CHECKING:
     from services.inference.engines.tensorrt_llm.weights.own_names import OwnNames
+
+Named = TypeVar("Named", NamedTensor, Form)
 
 _ITEM_BYTES = {
     "float64": 8,
@@ -108,9 +110,11 @@ class FittingForms:
     scales: Quantization | None = None
     """See `Fitting`."""
 
-    def parts(self, tensor: NamedTensor) -> Iterable[NamedTensor]:
-        """Return what is loaded of a tensor of the version."""
-        return tensor.in_hub_names() if self.in_hub_names else (tensor,)
+    def parts(self, tensor: NamedTensor) -> list[NamedTensor]:
+        """Return what is loaded of a tensor of the version; empty for a draft head that the
+        checkpoint lacks."""
+        parts = tensor.in_hub_names() if self.in_hub_names else (tensor,)
+        return [one for one in parts if one.name in self.loaded]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +148,7 @@ class Checkpoint:
         Raises `UnfitWeights` for other names, types or shapes, and for a tensor with too few or
         many bytes; `BrokenWeights` for NaN or infinity.
         """
-        found = {
-            one.name: one
-            for one in tensors.values()
-            if one.name in self.shapes or not one.name.startswith(_DRAFT_PREFIX)
-        }
+        found = self._without_drafts(tensors)
         for name in [name for name in found if self._is_tied_head(name, found)]:
             del found[name]
         fitting = self._fitting(found, version=version)
@@ -162,6 +162,7 @@ class Checkpoint:
 
         Raises `UnfitWeights` for other names, types or shapes.
         """
+        forms = self._without_drafts(forms)
         in_hub_names = self._has_only_hub_names(forms)
         if in_hub_names:
             forms = dict(named for form in forms.values() for named in form.in_hub_names())
@@ -175,6 +176,14 @@ class Checkpoint:
         Raises `UnfitWeights`, `BrokenWeights`."""
         _check_size(tensor, version=version)
         _check_finite(tensor, version=version)
+
+    def _without_drafts(self, tensors: Mapping[str, Named]) -> dict[str, Named]:
+        """Leave out the draft heads that the checkpoint lacks."""
+        return {
+            name: one
+            for name, one in tensors.items()
+            if name in self.shapes or not name.startswith(_DRAFT_PREFIX)
+        }
 
     def _fitting(self, found: Mapping[str, NamedTensor], *, version: int) -> Fitting:
         names = None

@@ -237,6 +237,26 @@ async def test_names_of_another_kind_wait_for_all_data(
         await check_greedy(engine, seed=1)
 
 
+async def test_draft_heads_that_the_checkpoint_lacks_delay_no_load(
+    behaviour: Behaviour, model_path: Path, tmp_path: Path, reloads: list[int]
+) -> None:
+    """They are left out as they arrive: their values are not examined, either."""
+    folder = str(tmp_path / "updates")
+    async with started(model_path, Role.BOTH, update_dir=folder) as engine:
+        await load(engine)
+        engine._llm._load_s = NEVER_S
+        fetch = arriving()
+        draft = replace(fetch.all["model.norm.weight"], name="mtp.0.norm", data=b"\xff" * 4)
+        fetch.all = {draft.name: draft, **fetch.all}
+        loading = asyncio.create_task(engine.load_arriving(fetch, version=2))
+        fetch.let_in(but=1)
+        await until(lambda: fetch.kept)
+        assert not loading.done()
+        fetch.let_in()
+        await loading
+        await check_greedy(engine, seed=1)
+
+
 @pytest.mark.parametrize("fault", ["cancelled", "rank", "silence"])
 async def test_load_that_ends_early_waits_for_no_tensor(
     behaviour: Behaviour, model_path: Path, tmp_path: Path, reloads: list[int], fault: str
