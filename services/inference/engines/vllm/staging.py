@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from xxhash import xxh3_64_intdigest
 
 from forge.core.errors import InvalidArgument, ResourceExhausted
-from forge.core.named_tensor import NamedTensor
+from forge.core.named_tensor import NamedTensor, hub_ranges
 from forge.rl.model.hub_names import HubNames
 from forge.rl.mtp.heads import MtpHeads
 from forge.runtime.telemetry import log
@@ -47,7 +47,7 @@ class Staged:
     """Draft heads to draft with."""
 
     def loaded(self) -> Iterator[NamedTensor]:
-        """Yield what vLLM loads: views by the names of the manifest. If it has none, transformers
+        """Yield what vLLM loads: views by the names of the manifest. Without these, transformers
         converts, and copies experts, one layer at a time."""
         if all(tensor.hub for tensor in self.tensors):
             for tensor in self.tensors:
@@ -74,9 +74,9 @@ class Checkpoint:
         self._hub = _hub_names(model)
         self._heads = _Heads(model) if drafts else None
 
-    @property
+    @cached_property
     def tensors(self) -> list[tuple[str, str, list[int]]]:
-        """Name, dtype and shape of each tensor that vLLM loads."""
+        """Name, dtype and shape of each tensor that vLLM loads: the start tries a load of them."""
         own = {one.names[0]: torch.empty_like(one.tensor, device="meta") for one in self._weights}
         return [
             (name, NAMES[tensor.dtype], list(tensor.shape))
@@ -101,6 +101,8 @@ class Checkpoint:
             # The manifest has names for the published one of tied names.
             hub = tensors[name].hub if name == first else ()
             staged.append(replace(tensors[name], name=first, hub=hub))
+        if self._hub is not None and not self._has_tried_names(staged):
+            staged = [replace(one, hub=()) for one in staged]
         heads = self._heads.checked(tensors, version=version) if self._heads is not None else ()
         return Staged(
             version=version,
@@ -110,6 +112,13 @@ class Checkpoint:
             hub=self._hub,
             heads=heads,
         )
+
+    def _has_tried_names(self, tensors: Iterable[NamedTensor]) -> bool:
+        """Whether the manifest has the names and shapes of `self.tensors`: a trainer with another
+        version of transformers may have others, with which no load was tried."""
+        tried = {name: tuple(shape) for name, _, shape in self.tensors}
+        parts = (part for one in tensors for part in hub_ranges(one.hub, item_bytes=1))
+        return {name: shape for name, shape, _ in parts} == tried
 
 
 def _hub_names(model: Any) -> HubNames | None:

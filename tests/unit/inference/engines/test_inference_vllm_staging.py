@@ -112,6 +112,25 @@ def test_vllm_gets_experts_as_the_hub_has_them(
     assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
+@pytest.mark.parametrize("change", ["name", "shape"])
+def test_names_of_the_manifest_that_no_load_was_tried_with_are_not_loaded(change: str) -> None:
+    """A trainer with another version of transformers may have others than the start has tried."""
+    model = reference("qwen3_moe")
+    weights = with_hub_names(model, published(model))
+    name = next(name for name in weights if name.endswith("experts.down_proj"))
+    (part,) = weights[name].hub
+    rows, columns = part.shape
+    other = part._replace(name=part.name.replace("experts", "mlp"))
+    if change == "shape":
+        other = part._replace(shape=(columns, rows))
+    weights[name] = replace(weights[name], hub=(other,))
+    chosen = checkpoint("qwen3_moe")
+    loaded = {one.name: one for one in chosen.stage(weights, version=1).loaded()}
+    assert [(key, list(one.shape)) for key, one in sorted(loaded.items())] == [
+        (key, shape) for key, _, shape in sorted(chosen.tensors)
+    ]
+
+
 def test_tied_weights_under_their_second_name_are_converted() -> None:
     """The names of the manifest are those of the published name."""
     model = reference("qwen3")
