@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from forge.core.enum_words import enum_name
@@ -14,6 +15,7 @@ from forge.core.token_columns import (
     float32_bytes,
     int32_array,
     int32_bytes,
+    number_outside,
     outside,
 )
 from forge.runtime.rpc.routes import read_routes, write_routes
@@ -70,12 +72,7 @@ def read_prompt(
             f"sampling.answered_tokens = {request.sampling.answered_tokens}: "
             f"the prompt has {tokens} tokens"
         )
-    for token in request.sampling.logit_bias:
-        if not 0 <= token < limits.vocabulary:
-            raise InvalidArgument(
-                f"sampling.logit_bias has token {token}; the vocabulary is 0 to "
-                f"{limits.vocabulary - 1}"
-            )
+    check_tokens("sampling.logit_bias", list(request.sampling.logit_bias), limits)
     return Prompt(request_id=request.request_id, ids=request.prompt_ids, sampling=sampling)
 
 
@@ -96,6 +93,14 @@ def check_ids(prompt_ids: bytes, limits: ModelLimits) -> None:
     if (wrong := outside(prompt_ids, limits.vocabulary)) is not None:
         raise InvalidArgument(
             f"prompt_ids has token {wrong}; the vocabulary is 0 to {limits.vocabulary - 1}"
+        )
+
+
+def check_tokens(field: str, ids: Sequence[int], limits: ModelLimits) -> None:
+    """Raises InvalidArgument for ids beyond the vocabulary."""
+    if (wrong := number_outside(ids, limits.vocabulary)) is not None:
+        raise InvalidArgument(
+            f"{field} has token {wrong}; the vocabulary is 0 to {limits.vocabulary - 1}"
         )
 
 

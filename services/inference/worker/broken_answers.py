@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 
 from forge.core.errors import ForgeError
 from forge.core.token_columns import number_outside
 from forge.runtime.process.service import ServiceContext
 from forge.runtime.weights import BROKEN_KEY
+from services.inference.engines.base import Tokens
 from services.inference.worker.metrics import BROKEN_ANSWERS, BROKEN_OUTPUTS
 
 
 class BrokenOutput(ForgeError):
-    """The engine sampled an id outside the model's vocabulary; the message names engine and id."""
+    """The engine returned an id outside the model's vocabulary; the message names engine and id."""
 
 
-def check_ids(ids: Sequence[int], vocabulary: int, *, engine: str) -> None:
-    """Raise BrokenOutput for sampled ids that are not from 0 to `vocabulary` - 1, and count it."""
-    if (wrong := number_outside(ids, vocabulary)) is not None:
-        BROKEN_OUTPUTS.inc()
-        raise BrokenOutput(
-            f"the engine {engine} sampled token {wrong}; the vocabulary is 0 to {vocabulary - 1}"
-        )
+def check_ids(tokens: Tokens, vocabulary: int, *, engine: str) -> None:
+    """Raise BrokenOutput for ids, sampled or among the likeliest, that are not from 0 to
+    `vocabulary` - 1, and count it."""
+    likeliest = [token for top in tokens.top for token, _ in top]
+    for ids, what in ((tokens.ids, "sampled token"), (likeliest, "returned top_logprobs of token")):
+        if (wrong := number_outside(ids, vocabulary)) is not None:
+            BROKEN_OUTPUTS.inc()
+            raise BrokenOutput(
+                f"the engine {engine} {what} {wrong}; the vocabulary is 0 to {vocabulary - 1}"
+            )
 
 
 async def note_broken(context: ServiceContext) -> None:

@@ -69,7 +69,7 @@ BROKEN_ANSWERS = counter(
 )
 BROKEN_OUTPUTS = counter(
     "forge_inference_broken_outputs_total",
-    "Answers that the worker refused, since its engine sampled an id outside the model's "
+    "Answers that the worker refused, since its engine returned an id outside the model's "
     "vocabulary.",
 )
 REFUSED_DELTAS = counter(

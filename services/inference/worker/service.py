@@ -322,6 +322,8 @@ class DecodeServicer(rpc.DecodeServiceServicer):
         first = codec.read_tokens(request.first)
         if len(first.ids) != 1:
             raise InvalidArgument(f"first has {len(first.ids)} tokens; prefill samples exactly one")
+        likeliest = [token for top in first.top for token, _ in top]
+        codec.check_tokens("first", [*first.ids, *likeliest], self._engine.limits)
         return first
 
 
@@ -346,7 +348,7 @@ def _with_last_routes(tokens: Tokens) -> Tokens:
 def _checked(tokens: Tokens, prompt: Prompt, limits: ModelLimits, able: Capabilities) -> Tokens:
     """The tokens; NaN stands for each share that the engine does not compute, so that training
     leaves the turn out instead of using it without its correction. Raises BrokenOutput."""
-    check_ids(tokens.ids, limits.vocabulary, engine=able.engine)
+    check_ids(tokens, limits.vocabulary, engine=able.engine)
     if able.shares or not prompt.sampling.reshapes:
         return tokens
     return replace(tokens, allowed=(math.nan,) * len(tokens.ids))
