@@ -14,7 +14,7 @@ from services.gateway.http import control
 from services.gateway.http.anthropic import schema as anthropic_schema
 from services.gateway.http.anthropic.history import messages_of as anthropic_messages
 from services.gateway.http.edge import json_response
-from services.gateway.http.message_parts.images import PlaceholderImages
+from services.gateway.http.message_parts.images import placeholder
 from services.gateway.http.openai.completions import chat_schema, guided
 from services.gateway.http.openai.fields import CHAT as CHAT_FIELDS
 from services.gateway.http.openai.fields import RESPONSES as RESPONSES_FIELDS
@@ -153,7 +153,7 @@ def test_chat_completions(body: bytes) -> None:
         chat_schema.required_tool(request, MODEL.format)
         checked_stops("stop", request.stop)
         chat_schema.choices_of(request)
-        messages = chat_schema.messages_of(request, PlaceholderImages())
+        messages = chat_schema.messages_of(request, placeholder)
         list(chat_schema.prefill_of(request, messages)[0])
         asked = chat_schema.template_kwargs_of(request, MODEL.template_variables, headers)
         MODEL.template_kwargs("", asked)

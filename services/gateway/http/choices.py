@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.edge import Ending
@@ -16,12 +17,12 @@ from services.gateway.turns.types import Turn
 MAX_QUEUED_EVENTS = 64
 
 
+@dataclass(slots=True)
 class Choice(ABC):
     """One streamed choice."""
 
-    def __init__(self) -> None:
-        self.turn: Turn | None = None
-        """The finished turn, after the last event."""
+    turn: Turn | None = field(default=None, init=False)
+    """The finished turn, after the last event."""
 
     @abstractmethod
     def events(self) -> AsyncGenerator[bytes, None]:

@@ -10,7 +10,7 @@ from aiohttp import web
 from forge.core.credit.rewards import RewardKind
 from forge.v1 import common_pb2
 from services.gateway.close_session import close_session
-from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.edge import Endpoints, json_response
 from services.gateway.http.request_fields import request_body
 
 
@@ -48,11 +48,8 @@ def rewards_of(request: CloseRequest) -> list[common_pb2.RewardEvent]:
     ]
 
 
-class Control:
+class Control(Endpoints):
     """The endpoint of Forge."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the route of `/v1/forge/close`."""

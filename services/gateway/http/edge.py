@@ -1,16 +1,17 @@
 """The parts that all HTTP protocols share: credentials, model names, JSON and event responses.
 
-Owns no protocol: each is a class with `add_routes` that gets an `Edge`.
+Owns no protocol: each is a subclass of `Endpoints` that gets an `Edge`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -25,8 +26,7 @@ from services.gateway.conversation.turn_request import SIZE_BYTES
 from services.gateway.errors import BrokenBody
 from services.gateway.http.bodies import Bodies, check_encoding
 from services.gateway.http.errors import public_error, speaks_google
-from services.gateway.http.message_parts.images import REFUSED as REFUSED_IMAGES
-from services.gateway.http.message_parts.images import ImagePolicy
+from services.gateway.http.message_parts.images import ImagePolicy, refuse
 from services.gateway.http.request_fields.request_body import without_lone_surrogates
 from services.gateway.http.request_span import begin_request_span
 from services.gateway.metrics import REFUSED
@@ -48,9 +48,13 @@ class Ending(bytes):
     """The last events of a stream, sent in one write with its end."""
 
 
-class Endpoints(Protocol):
+class Endpoints(ABC):
     """The HTTP endpoints of one protocol."""
 
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    @abstractmethod
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the routes below `prefix`: "" or "/s/{token}"."""
 
@@ -70,7 +74,7 @@ class Edge:
     """Longest time to receive a request body."""
     bodies: Bodies
     tenants: Tenants
-    images: ImagePolicy = REFUSED_IMAGES
+    images: ImagePolicy = refuse
     omits_web_search: bool = False
     """As the setting `http.web_search`."""
 

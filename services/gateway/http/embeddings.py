@@ -9,7 +9,7 @@ from aiohttp import web
 
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.errors import InvalidField
-from services.gateway.http.edge import Edge
+from services.gateway.http.edge import Endpoints
 from services.gateway.http.forward import ModelRequest, external_of, forward
 from services.gateway.http.request_fields import request_body
 
@@ -21,11 +21,8 @@ class EmbeddingsRequest(msgspec.Struct):
     input: str | list[Any]
 
 
-class Embeddings:
+class Embeddings(Endpoints):
     """The endpoint."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the route of embeddings."""

@@ -21,6 +21,7 @@ from services.gateway.external.api import ExternalApi
 from services.gateway.http.edge import SSE_HEADERS, Edge
 from services.gateway.http.errors import failure_headers, public_error
 from services.gateway.http.relay import Relay, is_stream
+from services.gateway.http.request_fields.request_body import UNREADABLE
 
 ErrorEvent = Callable[[ForgeError], bytes]
 
@@ -43,15 +44,19 @@ class _Named(msgspec.Struct):
     model: str
 
 
-def external_of(edge: Edge, claims: Claims, body: bytes) -> ExternalApi | None:
-    """Returns the external API that a request names; None for a model that is served here, and for
-    a body that the protocol refuses. Raises `UnknownModel`, `ModelNotAllowed`."""
-    if not edge.models.has_external:
-        return None
-    try:
-        name = msgspec.json.decode(body, type=_Named).model
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+def external_of(
+    edge: Edge, claims: Claims, body: bytes, *, name: str | None = None
+) -> ExternalApi | None:
+    """Returns the external API that a request names, by `name` or in its body; None for a model
+    that is served here, and for a body that the protocol refuses. Raises `UnknownModel`,
+    `ModelNotAllowed`."""
+    if name is None:
+        if not edge.models.has_external:
+            return None
+        try:
+            name = msgspec.json.decode(body, type=_Named).model
+        except UNREADABLE:
+            return None
     found = edge.models.find(claims, name)
     return found if isinstance(found, ExternalApi) else None
 
@@ -71,7 +76,9 @@ def served_or_forwarded(
         arrived, claims = Moment.now(), edge.claims(request)
         body = await edge.read_body(request)
         call = ModelRequest(http=request, claims=claims, body=body, arrived=arrived)
-        if (api := external_of(edge, claims, body)) is None:
+        # In Gemini's API the path names the model.
+        api = external_of(edge, claims, body, name=request.match_info.get("model"))
+        if api is None:
             return await serve(call)
         error_event = error_events(request)
         return await forward(edge, call, api, path, error_event=error_event, recorded=recorded)

@@ -13,16 +13,16 @@ from aiohttp import web
 
 from forge.runtime.security.tokens import Claims
 from services.gateway.external.api import ExternalApi
-from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.edge import Edge, Endpoints, json_response
 from services.gateway.http.errors import speaks_anthropic, speaks_google
 from services.gateway.turns.run import Turns
 
 
-class Models:
+class Models(Endpoints):
     """The endpoints for models."""
 
     def __init__(self, edge: Edge) -> None:
-        self._edge = edge
+        super().__init__(edge)
         self._started_unix_s = int(time.time())
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:

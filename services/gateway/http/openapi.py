@@ -15,7 +15,7 @@ from aiohttp import hdrs, web
 
 from services.gateway.http import control, embeddings, tokens
 from services.gateway.http.anthropic import history, schema
-from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.edge import Endpoints, json_response
 from services.gateway.http.gemini import history as gemini_history
 from services.gateway.http.gemini import schema as gemini_schema
 from services.gateway.http.openai.completions import chat_schema, completions_schema
@@ -78,11 +78,8 @@ _ERRORS: Mapping[str, str] = {
 """Statuses of errors; their objects have the format of the protocol."""
 
 
-class OpenApi:
+class OpenApi(Endpoints):
     """`GET /openapi.json`, for any session token."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the route of the OpenAPI document."""

@@ -20,7 +20,7 @@ from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest
-from services.gateway.http.edge import Edge, json_response
+from services.gateway.http.edge import Endpoints, json_response
 from services.gateway.http.openai.completions import chat_schema
 from services.gateway.http.openai.completions.completions_schema import checked_ids, prompt_ids
 from services.gateway.http.request_fields.parameters import Fields, decode_request
@@ -55,11 +55,8 @@ class DetokenizeRequest(msgspec.Struct):
     model: str = ""
 
 
-class Tokens:
+class Tokens(Endpoints):
     """The endpoints for tokens."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the routes `/tokenize` and `/detokenize`."""

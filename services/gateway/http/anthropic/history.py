@@ -26,7 +26,7 @@ from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History
 from forge.core.errors import InvalidArgument
 from services.gateway.http.anthropic.schema import CountTokensRequest
-from services.gateway.http.message_parts.images import REFUSED, GivenImage, ImagePolicy
+from services.gateway.http.message_parts.images import GivenImage, ImagePolicy, refuse
 from services.gateway.http.message_parts.message_array import ArrayReader, with_first
 from services.gateway.http.message_parts.prefill import split_prefill
 from services.gateway.http.message_parts.user_content import (
@@ -35,6 +35,7 @@ from services.gateway.http.message_parts.user_content import (
     heard_message,
     user_messages,
 )
+from services.gateway.http.request_fields.request_body import UNREADABLE
 
 _USER = re.compile(rb'"role"\s*:\s*"user"')
 
@@ -81,7 +82,7 @@ class InputMessage(msgspec.Struct):
     content: str | list[Block]
 
 
-def messages_of(request: CountTokensRequest, images: ImagePolicy = REFUSED) -> History:
+def messages_of(request: CountTokensRequest, images: ImagePolicy = refuse) -> History:
     """Returns the conversation, system prompt first. Reading an unsupported or misplaced block
     raises `InvalidArgument` with its place."""
     messages, system = bytes(request.messages).strip(), bytes(request.system).strip()
@@ -109,7 +110,7 @@ def _ends_with_assistant(array: bytes) -> bool:
         return False
     try:
         roles = msgspec.json.decode(array, type=list[_Role])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return False  # The decoder will raise the error with its place.
     return bool(roles) and roles[-1].role == "assistant"
 
@@ -121,7 +122,7 @@ def _without_accounting(system: bytes) -> bytes:
             role="system", content=msgspec.json.decode(system, type=str | list[Block])
         )
         return msgspec.json.encode("".join(part.content for part in _system(message)))
-    except (msgspec.MsgspecError, InvalidArgument, UnicodeDecodeError, RecursionError):
+    except (InvalidArgument, *UNREADABLE):
         # The decoder will raise the error with its place.
         return system
 

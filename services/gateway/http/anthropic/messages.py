@@ -22,7 +22,7 @@ from services.gateway.conversation.turn_request import TurnRequest
 from services.gateway.http.anthropic import schema
 from services.gateway.http.anthropic.history import messages_of, prefill_of
 from services.gateway.http.anthropic.schema import Shown
-from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
+from services.gateway.http.edge import Endpoints, json_response, stream_events, typed_sse
 from services.gateway.http.errors import REQUEST_ID, Failure, anthropic_error
 from services.gateway.http.forward import ErrorEvent, ModelRequest, served_or_forwarded
 from services.gateway.http.message_parts.arguments import input_json
@@ -40,11 +40,8 @@ PING_EVERY_S = 15.0
 """Interval of pings while a tool call is sampled, which is sent only when complete."""
 
 
-class AnthropicMessages:
+class AnthropicMessages(Endpoints):
     """`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the routes of messages and of token counts."""

@@ -16,15 +16,12 @@ from aiohttp import web
 
 from forge.core.errors import ForgeError
 from forge.core.formats import CallDelta, Delta, ReasoningDelta, TextDelta
-from forge.runtime.security.tokens import Claims
 from forge.v1 import common_pb2
-from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest, choices_of
-from services.gateway.external.api import ExternalApi
 from services.gateway.http.choices import Choice, finish_all, merged
-from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.edge import Endpoints, json_response, sse, stream_events
 from services.gateway.http.errors import Failure, google_error
-from services.gateway.http.forward import ModelRequest, forward
+from services.gateway.http.forward import ModelRequest, served_or_forwarded
 from services.gateway.http.gemini import schema
 from services.gateway.http.gemini.history import messages_of, prefill_of
 from services.gateway.http.message_parts.arguments import input_json
@@ -40,108 +37,77 @@ VERSIONS = ("v1beta", "v1")
 Json = dict[str, Any]
 
 
-class Gemini:
+class Gemini(Endpoints):
     """`generateContent`, `streamGenerateContent` and `countTokens`."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the routes of generation, streams and token counts."""
-        for version in VERSIONS:
-            model = f"{prefix}/{version}/models/{{model}}"
-            router.add_post(f"{model}:generateContent", self._create)
-            router.add_post(f"{model}:streamGenerateContent", self._stream)
-            router.add_post(f"{model}:countTokens", self._count)
+        for method, serve in (
+            ("generateContent", self._create),
+            ("streamGenerateContent", self._stream),
+            ("countTokens", self._count),
+        ):
+            handler = served_or_forwarded(
+                self._edge,
+                f"/v1beta/models/MODEL:{method}",
+                serve,
+                error_events=lambda _: _error_event,
+                recorded=method != "countTokens",
+            )
+            for version in VERSIONS:
+                router.add_post(f"{prefix}/{version}/models/{{model}}:{method}", handler)
 
-    async def _create(self, request: web.Request) -> web.StreamResponse:
-        if (api := self._external(request)) is not None:
-            return await self._forward(request, api, "generateContent")
-        claims, asked, headers = await self._asked(request)
-        answer, turn = await self._answer(request, claims, asked, headers, stream=False)
-        async with self._edge.sessions.use_session(claims) as session:
+    async def _create(self, request: ModelRequest) -> web.StreamResponse:
+        asked, headers = decode_request(request.body, schema.GenerateContentRequest, schema.FIELDS)
+        answer, turn = await self._answer(request, asked, headers, stream=False)
+        async with self._edge.sessions.use_session(request.claims) as session:
             return json_response(await answer.complete(session, turn), headers=headers)
 
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        if (api := self._external(request)) is not None:
-            return await self._forward(request, api, "streamGenerateContent")
-        claims, asked, headers = await self._asked(request)
-        answer, turn = await self._answer(request, claims, asked, headers, stream=True)
-        async with self._edge.sessions.use_session(claims) as session:
-            if request.query.get("alt") == "sse":
+    async def _stream(self, request: ModelRequest) -> web.StreamResponse:
+        asked, headers = decode_request(request.body, schema.GenerateContentRequest, schema.FIELDS)
+        answer, turn = await self._answer(request, asked, headers, stream=True)
+        async with self._edge.sessions.use_session(request.claims) as session:
+            if request.http.query.get("alt") == "sse":
                 return await stream_events(
-                    request,
+                    request.http,
                     _without_comments(answer.events(session, turn)),
                     error_event=_error_event,
                     headers=headers,
                 )
             headers["Content-Type"] = "application/json"
             return await stream_events(
-                request,
+                request.http,
                 _array(answer.events(session, turn)),
                 error_event=_last_error,
                 headers=headers,
             )
 
-    async def _count(self, request: web.Request) -> web.StreamResponse:
-        edge = self._edge
-        if (api := self._external(request)) is not None:
-            return await self._forward(request, api, "countTokens", recorded=False)
-        claims = edge.claims(request)
-        turns = edge.models.turns(claims, request.match_info["model"])
-        asked, headers = decode_request(
-            await edge.read_body(request), schema.CountTokensRequest, schema.FIELDS
-        )
-        _, turn = await self._answer(request, claims, asked.whole, headers, stream=False)
-        async with edge.sessions.use_session(claims) as session:
-            tokens = await turns.count_prompt_tokens(session, turn)
+    async def _count(self, request: ModelRequest) -> web.StreamResponse:
+        asked, headers = decode_request(request.body, schema.CountTokensRequest, schema.FIELDS)
+        answer, turn = await self._answer(request, asked.whole, headers, stream=False)
+        async with self._edge.sessions.use_session(request.claims) as session:
+            tokens = await answer.turns.count_prompt_tokens(session, turn)
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         counted = {"totalTokens": tokens, "promptTokensDetails": details}
         return json_response(counted, headers=headers)
 
-    def _external(self, request: web.Request) -> ExternalApi | None:
-        """Returns the external API that the path names; None for a model that is served here."""
-        found = self._edge.models.find(self._edge.claims(request), request.match_info["model"])
-        return found if isinstance(found, ExternalApi) else None
-
-    async def _forward(
-        self, request: web.Request, api: ExternalApi, method: str, *, recorded: bool = True
-    ) -> web.StreamResponse:
-        path = f"/v1beta/models/MODEL:{method}"
-        api.target(path)
-        arrived, claims = Moment.now(), self._edge.claims(request)
-        body = await self._edge.read_body(request)
-        call = ModelRequest(http=request, claims=claims, body=body, arrived=arrived)
-        return await forward(
-            self._edge, call, api, path, error_event=_error_event, recorded=recorded
-        )
-
-    async def _asked(
-        self, request: web.Request
-    ) -> tuple[Claims, schema.GenerateContentRequest, dict[str, str]]:
-        claims = self._edge.claims(request)
-        self._edge.models.turns(claims, request.match_info["model"])
-        body = await self._edge.read_body(request)
-        return claims, *decode_request(body, schema.GenerateContentRequest, schema.FIELDS)
-
     async def _answer(
         self,
-        request: web.Request,
-        claims: Claims,
+        request: ModelRequest,
         asked: schema.GenerateContentRequest,
         headers: dict[str, str],
         *,
         stream: bool,
     ) -> tuple[GenerateAnswer, TurnRequest]:
         """Returns the answer to be and its turn request."""
-        arrived, edge = Moment.now(), self._edge
+        edge, name = self._edge, request.http.match_info["model"]
         config = schema.config_of(asked, headers)
         tools, omitted = schema.tools_of(asked, omit_web_search=edge.omits_web_search)
         headers |= count_omitted(omitted)
         sampling = schema.sampling_of(config)
         sampling.MergeFrom(common_pb2.SamplingParams(grammar=await schema.grammar_of(config)))
         messages, prefill = prefill_of(asked, messages_of(asked, edge.images))
-        turns = edge.models.turns(claims, request.match_info["model"])
+        turns = edge.models.turns(request.claims, name)
         model = turns.model
         turn = TurnRequest(
             messages=messages,
@@ -154,12 +120,12 @@ class Gemini:
             stop=schema.stops_of(config),
             stream=stream,
             headers=headers,
-            arrived=arrived,
+            arrived=request.arrived,
         )
         thinking = config.thinking_config
         answer = GenerateAnswer(
             turns=turns,
-            model=request.match_info["model"],
+            model=name,
             candidates=schema.candidates_of(config),
             thoughts=bool(thinking and thinking.include_thoughts),
             logprobs=bool(config.response_logprobs),
@@ -255,27 +221,24 @@ class GenerateAnswer:
         }
 
 
+@dataclass(slots=True)
 class _Candidate(Choice):
     """The events of one candidate."""
 
-    def __init__(
-        self, answer: GenerateAnswer, session: Session, request: TurnRequest, index: int
-    ) -> None:
-        super().__init__()
-        self._answer = answer
-        self._session = session
-        self._request = request
-        self._index = index
+    answer: GenerateAnswer
+    session: Session
+    request: TurnRequest
+    index: int
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields an event for each piece with new parts."""
-        answer = self._answer
-        async with aclosing(answer.turns.run_turn(self._session, self._request)) as pieces:
+        answer = self.answer
+        async with aclosing(answer.turns.run_turn(self.session, self.request)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Turn):
                     self.turn = piece
                 elif parts := answer.parts_of(piece.deltas):
-                    yield sse(answer.envelope([answer.candidate(self._index, parts)]))
+                    yield sse(answer.envelope([answer.candidate(self.index, parts)]))
 
 
 async def _without_comments(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

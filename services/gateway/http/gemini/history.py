@@ -27,6 +27,7 @@ from services.gateway.http.message_parts.images import GivenImage, ImagePolicy
 from services.gateway.http.message_parts.message_array import ArrayReader, with_first
 from services.gateway.http.message_parts.prefill import split_prefill
 from services.gateway.http.message_parts.user_content import Heard, heard_image, user_messages
+from services.gateway.http.request_fields.request_body import UNREADABLE
 
 _RESULTS = frozenset({"result", "output"})
 _USER = re.compile(rb'"role"\s*:\s*"user"')
@@ -112,7 +113,7 @@ def _as_system(system: bytes) -> bytes:
     """Returns the system instruction, a content or a text, as a content of the role system."""
     try:
         content = msgspec.json.decode(system, type=str | dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidArgument(f"systemInstruction is not valid: {error}") from None
     parts: Any = [{"text": content}] if isinstance(content, str) else content.get("parts", [])
     if isinstance(parts, msgspec.Raw) and bytes(parts).startswith(b"{"):

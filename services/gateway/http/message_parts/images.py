@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from forge.core.conversation.messages import Image
 from forge.core.errors import ConfigError, InvalidArgument
@@ -49,49 +49,33 @@ class GivenImage:
         return Image(media_type=known, size_bytes=(len(data) - start - padding) * 3 // 4)
 
 
-class ImagePolicy(Protocol):
-    """Decides what becomes of the images of requests."""
-
-    def text_of(self, image: GivenImage) -> str:
-        """Returns the text that stands for an image in the prompt. Raises `InvalidArgument` for a
-        refused image."""
+ImagePolicy = Callable[[GivenImage], str]
+"""Returns the text that stands for an image in the prompt. Raises `InvalidArgument` for a refused
+image."""
 
 
-class RefuseImages:
-    """Refuses every request with an image."""
-
-    def text_of(self, image: GivenImage) -> str:
-        """Raises `InvalidArgument`."""
-        IMAGES.labels("refused").inc()
-        raise InvalidArgument(
-            f"content of type {image.part!r} is refused here (http.images = 'refuse'): "
-            "the model takes text only"
-        )
+def refuse(image: GivenImage) -> str:
+    """Raises `InvalidArgument` for every image."""
+    IMAGES.labels("refused").inc()
+    raise InvalidArgument(
+        f"content of type {image.part!r} is refused here (http.images = 'refuse'): "
+        "the model takes text only"
+    )
 
 
-REFUSED: ImagePolicy = RefuseImages()
-
-
-class PlaceholderImages:
-    """Replaces every image by `placeholder`."""
-
-    def text_of(self, image: GivenImage) -> str:
-        """Returns the placeholder."""
-        return placeholder(image.facts())
-
-
-def placeholder(image: Image) -> str:
-    """Returns the text for an image that the model does not see."""
-    size = "unknown size" if image.size_bytes is None else f"{image.size_bytes} bytes"
-    return f"[image omitted: {image.media_type}, {size}]"
+def placeholder(image: GivenImage) -> str:
+    """Returns a text with type and size, for an image that the model does not see."""
+    facts = image.facts()
+    size = "unknown size" if facts.size_bytes is None else f"{facts.size_bytes} bytes"
+    return f"[image omitted: {facts.media_type}, {size}]"
 
 
 def image_policy(setting: ImageSetting, model_path: str) -> ImagePolicy:
     """Returns the policy of a setting. Raises `ConfigError` for `pass`, with the missing part."""
     if setting == "refuse":
-        return RefuseImages()
+        return refuse
     if setting == "placeholder":
-        return PlaceholderImages()
+        return placeholder
     config = Path(model_path) / "config.json"
     if not (config.is_file() and "vision_config" in json.loads(config.read_bytes())):
         raise ConfigError(

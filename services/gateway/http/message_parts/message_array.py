@@ -17,6 +17,7 @@ import msgspec
 from forge.core.conversation.messages import Message
 from forge.core.errors import InvalidArgument
 from services.gateway.http.message_parts.images import ImagePolicy
+from services.gateway.http.request_fields.request_body import UNREADABLE
 
 Item = TypeVar("Item")
 
@@ -60,7 +61,7 @@ class ArrayReader(Generic[Item]):
         items: list[Item]
         try:
             items = msgspec.json.decode(array, type=list[self.item_type])  # type: ignore[name-defined]
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             wrong = re.sub(r"\$\[(\d+)\]", lambda at: self._where(int(at[1])), str(error))
             raise InvalidArgument(f"the request body is not valid: {wrong}") from None
         if whole and len(items) == self.has_system:

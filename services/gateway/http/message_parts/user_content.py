@@ -43,6 +43,6 @@ def user_messages(parts: Sequence[Heard | Message]) -> Iterator[Message]:
 def heard_image(image: GivenImage, images: ImagePolicy, where: str) -> Heard:
     """Returns what stands for an image. Raises `InvalidArgument` where images are refused."""
     try:
-        return images.text_of(image), image.facts()
+        return images(image), image.facts()
     except InvalidArgument as error:
         raise InvalidArgument(f"{where}: {error}") from None

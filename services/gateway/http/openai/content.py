@@ -29,27 +29,20 @@ class Part(msgspec.Struct):
     """A URL with the data, or the address of the image."""
 
 
-def text_of(content: str | list[Part] | None, kinds: Collection[str]) -> str:
-    """Returns the joined text. Raises `InvalidArgument` for a part that is neither of `kinds` nor a
-    refusal."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_text(part, kinds) for part in content)
-
-
 def content_of(
-    content: str | list[Part] | None, kinds: Collection[str], images: ImagePolicy
+    content: str | list[Part] | None, kinds: Collection[str], images: ImagePolicy | None
 ) -> tuple[str, tuple[Image, ...]]:
-    """Returns the joined text with the texts of images, and the images. Raises as `text_of`, and
-    for an image that the policy refuses."""
+    """Returns the joined text with the texts of images, and the images. Raises `InvalidArgument`
+    for a part that is neither of `kinds` nor a refusal, and for an image that the policy refuses;
+    without a policy, images are such parts."""
     if content is None or isinstance(content, str):
         return content or "", ()
     texts: list[str] = []
     seen: list[Image] = []
     for part in content:
-        if part.type in IMAGE_PARTS:
+        if part.type in IMAGE_PARTS and images is not None:
             image = _image(part)
-            texts.append(images.text_of(image))
+            texts.append(images(image))
             seen.append(image.facts())
         else:
             texts.append(_text(part, kinds))

@@ -20,7 +20,7 @@ from forge.v1 import common_pb2
 from services.gateway.conversation.agent_time import Moment
 from services.gateway.conversation.turn_request import TurnRequest, choices_of
 from services.gateway.http.choices import Choice, finish_all, merged
-from services.gateway.http.edge import Edge, Ending, json_response, sse, stream_events
+from services.gateway.http.edge import Ending, Endpoints, json_response, sse, stream_events
 from services.gateway.http.forward import ModelRequest, served_or_forwarded
 from services.gateway.http.openai.completions import chat_schema
 from services.gateway.http.openai.completions.completion_object import (
@@ -37,11 +37,8 @@ from services.gateway.turns.answer_parser import LikelyToken
 from services.gateway.turns.types import Piece, Turn
 
 
-class ChatCompletions:
+class ChatCompletions(Endpoints):
     """`POST /v1/chat/completions`."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the route of chat completions."""
@@ -168,32 +165,31 @@ class Completion(CompletionObject):
         return choice
 
 
+@dataclass(slots=True)
 class _StreamedChoice(Choice):
     """The chunks of one choice."""
 
-    def __init__(self, completion: Completion, index: int, request: TurnRequest) -> None:
-        super().__init__()
-        self._completion = completion
-        self._index = index
-        self._request = request
-        self._calls = 0
-        self._begun = False
+    completion: Completion
+    index: int
+    request: TurnRequest
+    calls: int = 0
+    begun: bool = False
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the chunks of each piece together; a single choice also ends the completion."""
-        run = self._completion.turns.run_turn(self._completion.session, self._request)
-        begun = self._completion.request.prefill if self._completion.echo else ""
+        run = self.completion.turns.run_turn(self.completion.session, self.request)
+        begun = self.completion.request.prefill if self.completion.echo else ""
         chunks = [self._chunk({"role": "assistant", "content": begun})]
         async with aclosing(run) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Turn):
                     self.turn = piece
                     last = b"".join(map(sse, [*chunks, self._last(piece)]))
-                    alone = self._completion.choices == 1
-                    yield Ending(last + self._completion.end([piece])) if alone else last
+                    alone = self.completion.choices == 1
+                    yield Ending(last + self.completion.end([piece])) if alone else last
                     return
                 chunks += [self._chunk(self._delta(delta)) for delta in piece.deltas]
-                if self._completion.token_ids:
+                if self.completion.token_ids:
                     chunks = self._with_ids(chunks, piece)
                 # The last piece is sent with the end, after the turn is recorded.
                 if chunks and not piece.last:
@@ -207,7 +203,7 @@ class _StreamedChoice(Choice):
             case ReasoningDelta(text=text):
                 return {"reasoning_content": text}
             case CallDelta(name=name, arguments=arguments, call_id=call_id):
-                index, self._calls = self._calls, self._calls + 1
+                index, self.calls = self.calls, self.calls + 1
                 function = {"name": name, "arguments": arguments}
                 call = {"index": index, "id": call_id, "type": "function", "function": function}
                 return {"tool_calls": [call]}
@@ -215,23 +211,23 @@ class _StreamedChoice(Choice):
     def _last(self, turn: Turn) -> dict[str, Any]:
         chunk = self._chunk({})
         chunk["choices"][0]["finish_reason"] = finish_reason(turn)
-        if self._completion.logprobs:
-            chunk["choices"][0]["logprobs"] = self._completion.logprobs_of(turn)
+        if self.completion.logprobs:
+            chunk["choices"][0]["logprobs"] = self.completion.logprobs_of(turn)
         return chunk
 
     def _with_ids(self, chunks: list[dict[str, Any]], piece: Piece) -> list[dict[str, Any]]:
         """Returns the chunks of a piece with its ids, which may have no text yet; the first one
         has the ids of the prompt."""
-        if not self._begun:
-            self._begun = True
-            chunks[0] |= self._completion.prompt_ids(piece.prompt_ids)
+        if not self.begun:
+            self.begun = True
+            chunks[0] |= self.completion.prompt_ids(piece.prompt_ids)
         chunks = chunks or [self._chunk({})]
         chunks[-1]["choices"][0]["token_ids"] = list(int32_array(piece.ids))
         return chunks
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None}
-        return self._completion.chunk_object([choice])
+        choice = {"index": self.index, "delta": delta, "finish_reason": None, "logprobs": None}
+        return self.completion.chunk_object([choice])
 
 
 def token_logprobs(turn: Turn, *, ids_as_text: bool = False) -> list[dict[str, Any]]:

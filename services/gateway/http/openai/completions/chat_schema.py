@@ -21,7 +21,7 @@ from forge.core.formats import OutputFormat
 from forge.core.tasks.template_kwargs import kwargs_json
 from forge.v1 import common_pb2
 from services.gateway.errors import InvalidField
-from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
+from services.gateway.http.message_parts.images import ImagePolicy, refuse
 from services.gateway.http.message_parts.prefill import split_prefill
 from services.gateway.http.openai.completions.completion_fields import CompletionFields
 from services.gateway.http.openai.completions.guided import guided_grammar_of
@@ -118,7 +118,7 @@ class ChatCompletionRequest(CompletionFields, kw_only=True):
     continue_final_message: bool | None = None
 
 
-def messages_of(request: ChatCompletionRequest, images: ImagePolicy = REFUSED) -> History:
+def messages_of(request: ChatCompletionRequest, images: ImagePolicy = refuse) -> History:
     """Returns the messages; reading an invalid one raises `InvalidArgument`."""
     return History(memoryview(request.messages), partial(_read_messages, images))
 

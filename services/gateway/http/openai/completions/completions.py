@@ -18,7 +18,7 @@ from forge.core.formats import TextDelta
 from forge.core.token_columns import int32_array
 from services.gateway.conversation.turn_request import TurnRequest, choices_of
 from services.gateway.http.choices import Choice, finish_all, merged
-from services.gateway.http.edge import Edge, json_response, sse, stream_events
+from services.gateway.http.edge import Endpoints, json_response, sse, stream_events
 from services.gateway.http.forward import ModelRequest, served_or_forwarded
 from services.gateway.http.openai.completions import completions_schema as schema
 from services.gateway.http.openai.completions.completion_object import (
@@ -35,11 +35,8 @@ from services.gateway.turns.answer_parser import LikelyToken, TokenLogprob
 from services.gateway.turns.types import Piece, Turn
 
 
-class Completions:
+class Completions(Endpoints):
     """`POST /v1/completions`."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the route of `/v1/completions`."""
@@ -161,18 +158,17 @@ class Completion(CompletionObject):
         }
 
 
+@dataclass(slots=True)
 class _StreamedChoice(Choice):
     """The chunks of one choice."""
 
-    def __init__(self, completion: Completion, index: int) -> None:
-        super().__init__()
-        self._completion = completion
-        self._index = index
-        self._begun = False
+    completion: Completion
+    index: int
+    begun: bool = False
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields a chunk for each piece, and one at the end."""
-        completion, index = self._completion, self._index
+        completion, index = self.completion, self.index
         run = completion.turns.run_turn(completion.session, completion.requests[index])
         async with aclosing(run) as pieces:
             async for piece in pieces:
@@ -185,17 +181,17 @@ class _StreamedChoice(Choice):
 
     def _new(self, piece: Piece) -> dict[str, Any]:
         """Returns the choice with the new part of the answer; {} without one."""
-        completion, ids = self._completion, bool(self._completion.asked.return_token_ids)
+        completion, ids = self.completion, bool(self.completion.asked.return_token_ids)
         text = "".join(delta.text for delta in piece.deltas if isinstance(delta, TextDelta))
-        first, self._begun = not self._begun, True
+        first, self.begun = not self.begun, True
         if first:
-            text = completion.echoed(self._index) + text
+            text = completion.echoed(self.index) + text
         if not (text or (ids and (piece.ids or first))):
             return {}
-        choice = completion.choice(self._index, text)
+        choice = completion.choice(self.index, text)
         if ids:
             choice["token_ids"] = list(int32_array(piece.ids))
-            choice |= completion.prompt_ids(self._index) if first else {}
+            choice |= completion.prompt_ids(self.index) if first else {}
         return choice
 
 

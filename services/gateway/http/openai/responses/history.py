@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,15 +24,14 @@ from forge.core.conversation.messages import Message, ToolCall, normal_role
 from forge.core.conversation.request_prefix import History, Mark
 from forge.core.errors import InvalidArgument
 from services.gateway.errors import InvalidField
-from services.gateway.http.message_parts.images import REFUSED, ImagePolicy
+from services.gateway.http.message_parts.images import ImagePolicy, refuse
 from services.gateway.http.message_parts.message_array import with_first
-from services.gateway.http.openai.content import Part, content_of, text_of
+from services.gateway.http.openai.content import Part, content_of
 from services.gateway.http.openai.responses.items import RAW_CUSTOM, key_of_item
 from services.gateway.http.openai.responses.tools import arguments_of, flat_name
 from services.gateway.http.request_fields.request_body import UNREADABLE, place_in, wrong_json
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
-_text = partial(text_of, kinds=_TEXTS)
 
 _ITEM_KEY = re.compile(rb"(?:msg|rs|fc|ctc|ctr)_([0-9a-f]{32})_[0-9]")
 """Matches ids of this API's items in JSON bytes; other texts may match too."""
@@ -85,7 +83,7 @@ class FunctionCallOutputItem(msgspec.Struct):
 
 
 def history_of(
-    given: bytes, instructions: str | None, images: ImagePolicy = REFUSED
+    given: bytes, instructions: str | None, images: ImagePolicy = refuse
 ) -> Sequence[Message]:
     """Returns the conversation of a request without references, instructions first; `given` is its
     `input`. Reading an unsupported item raises `InvalidArgument` with its place."""
@@ -157,7 +155,7 @@ class _Reader:
 
 def messages_of(
     items: str | Sequence[dict[str, Any]] | None,
-    images: ImagePolicy = REFUSED,
+    images: ImagePolicy = refuse,
     *,
     first: int = 0,
 ) -> list[Message]:
@@ -282,6 +280,10 @@ class _History:
         # Some clients send each result directly after its call. Without ids, several turns with
         # one call each have the same form.
         return response is not None and response == answer.response
+
+
+def _text(content: str | list[Part] | None) -> str:
+    return content_of(content, _TEXTS, None)[0]
 
 
 def _as(item: dict[str, Any], kind: type[_Kind]) -> _Kind:

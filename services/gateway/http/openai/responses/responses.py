@@ -15,7 +15,7 @@ from forge.core.errors import ForgeError, InvalidArgument
 from services.gateway.actors.messages import Forget
 from services.gateway.conversation.handles import deletion
 from services.gateway.errors import UnknownResponse
-from services.gateway.http.edge import Edge, json_response, stream_events, typed_sse
+from services.gateway.http.edge import Endpoints, json_response, stream_events, typed_sse
 from services.gateway.http.errors import Failure
 from services.gateway.http.forward import ModelRequest, served_or_forwarded
 from services.gateway.http.openai.fields import RESPONSES
@@ -29,11 +29,8 @@ from services.gateway.http.request_fields.parameters import decode_request
 from services.gateway.turns.record import ASK_TIMEOUT_S
 
 
-class Responses:
+class Responses(Endpoints):
     """The endpoints below `/v1/responses`."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Adds the routes of responses: create, connect, retrieve, delete."""

@@ -12,7 +12,7 @@ from forge.core.errors import InvalidArgument
 from services.gateway.http.gemini import schema
 from services.gateway.http.gemini.history import messages_of, prefill_of
 from services.gateway.http.gemini.json_schema import json_schema
-from services.gateway.http.message_parts.images import PlaceholderImages
+from services.gateway.http.message_parts.images import placeholder
 from services.gateway.http.request_fields.parameters import IGNORED, decode_request
 from tests.support.gateway.chat_templates import make_model
 
@@ -25,7 +25,7 @@ def asked(**fields: Any) -> tuple[schema.GenerateContentRequest, dict[str, str]]
 
 
 def read(*contents: Any, **fields: Any) -> list[Message]:
-    return list(messages_of(asked(contents=contents, **fields)[0], PlaceholderImages()))
+    return list(messages_of(asked(contents=contents, **fields)[0], placeholder))
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_a_later_request_is_recognized_by_its_beginning() -> None:
 
     def history(*contents: Any) -> Any:
         request, _ = asked(contents=[*contents], systemInstruction=system)
-        return messages_of(request, PlaceholderImages())
+        return messages_of(request, placeholder)
 
     known = history(*before, user({"text": "a"})).mark()
     later = history(*before, user({"text": "a"}), model({"text": "b"}), user({"text": "c"}))
@@ -103,7 +103,7 @@ def test_other_contents_are_refused_with_their_place(contents: list[Any], says: 
 def test_a_last_content_of_the_model_is_continued() -> None:
     """As over the other protocols."""
     request, _ = asked(contents=[user({"text": "a"}), model({"text": "It is"})])
-    before, prefill = prefill_of(request, messages_of(request, PlaceholderImages()))
+    before, prefill = prefill_of(request, messages_of(request, placeholder))
     assert (len(before), prefill) == (1, "It is")
 
 

@@ -17,11 +17,11 @@ from services.gateway.conversation.conversation import Conversation
 from services.gateway.conversation.prompt import Prompt
 from services.gateway.http.anthropic import history, schema
 from services.gateway.http.message_parts.images import (
-    REFUSED,
     GivenImage,
     ImagePolicy,
-    PlaceholderImages,
     image_policy,
+    placeholder,
+    refuse,
 )
 from services.gateway.http.openai.completions import chat_schema
 from services.gateway.http.openai.responses import history as responses_history
@@ -69,7 +69,7 @@ PROTOCOLS = pytest.mark.parametrize("read", [chat, responses, anthropic])
 @PROTOCOLS
 def test_an_image_becomes_the_same_text_in_every_protocol(read: Any) -> None:
     """A message of the user and a tool result have the text at the image's place, and its facts."""
-    user, result = read(PlaceholderImages())
+    user, result = read(placeholder)
     assert user == Message(role="user", content=f"See {SHOWN}", images=(PNG,))
     assert result == Message(role="tool", content=SHOWN, tool_call_id="a", images=(PNG,))
     assert from_openai(msgspec.json.decode(msgspec.json.encode(to_openai(user)))) == user
@@ -79,7 +79,7 @@ def test_an_image_becomes_the_same_text_in_every_protocol(read: Any) -> None:
 def test_a_refused_image_is_named_with_its_place(read: Any) -> None:
     """One line with place, type and setting."""
     with pytest.raises(InvalidArgument, match=r"^\w+\[0\].*image.*http\.images = 'refuse'"):
-        list(read(REFUSED))
+        list(read(refuse))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_image_text_has_only_a_type_and_a_size(given: GivenImage, facts: Image) 
 def test_images_of_new_messages_are_counted_once() -> None:
     """A repeated prompt has no new images."""
     conversation = Conversation(model=make_model("chatml"))
-    request = chat(PlaceholderImages())
+    request = chat(placeholder)
     first = Prompt(ids=b"", draft=conversation.draft(request, ()))
     assert first.new_images == 2
     place = first.draft.place

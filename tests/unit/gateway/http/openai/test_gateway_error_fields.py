@@ -11,7 +11,7 @@ import pytest
 from forge.core.errors import ContextTooLong
 from services.gateway.errors import InvalidField, ModelNotAllowed, UnknownPreviousResponse
 from services.gateway.http.errors import Failure, openai_error
-from services.gateway.http.message_parts.images import REFUSED
+from services.gateway.http.message_parts.images import refuse
 from services.gateway.http.openai.completions import chat_schema
 from services.gateway.turns.types import Piece, Turn
 from tests.support.gateway.scripted_turns import ScriptedTurns, served
@@ -157,5 +157,5 @@ def test_errors_of_one_field_alone_name_it() -> None:
 def test_a_new_message_has_its_number_in_the_whole_request() -> None:
     """Only the messages after a known prefix are decoded."""
     with pytest.raises(InvalidField, match=r"`\$\.messages\[3\]\.content`") as caught:
-        chat_schema._read_messages(REFUSED, b'[{"role": "user", "content": 3}]', 3)
+        chat_schema._read_messages(refuse, b'[{"role": "user", "content": 3}]', 3)
     assert caught.value.param == "messages[3].content"
