@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from forge.runtime.coordination import Coordinator
+from forge.runtime.process.child_processes import dying_with_parent
 from tests.support.gateway.stack import GatewayStack
 from tests.support.runtime.etcd import EtcdServer
 
@@ -64,7 +65,7 @@ def fuzz(base: str, folder: Path, token: str, *options: str) -> int:
         *("--request-timeout", "60", "--generation-database", "none"),
         *options,
     ]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(dying_with_parent(command), check=False).returncode
 
 
 def main(

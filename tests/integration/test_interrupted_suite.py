@@ -20,10 +20,24 @@ ROOT = Path(__file__).parents[2]
 SUITE = "tests/support/suite/interrupted_suite.py"
 START_S = 240.0
 """Until processes have started or ended, on a machine with ten others to run."""
-WORKER = ("-n", "1")
-WORKERS = ("-n", "2")
+PYTEST = (sys.executable, "-m", "pytest", SUITE)
+WORKER = (*PYTEST, "-n", "1")
+WORKERS = (*PYTEST, "-n", "2")
 """They share a fork server."""
-SHORT = ("--timeout", "1", "-o", "timeout_func_only=true")
+SHORT = (*PYTEST, "--timeout", "1", "-o", "timeout_func_only=true")
+LOADED = (sys.executable, "-m", "tests.support.suite.loaded", *PYTEST)
+MEASURED = (
+    sys.executable,
+    "-c",
+    """
+import sys
+from pathlib import Path
+from tests.support.suite.coverage_parts import Measurement, Part
+part = Part(name="interrupted", paths=tuple(sys.argv[1:]))
+Measurement(Path(sys.argv[-1]).parent).measure(part)
+""",
+    SUITE,
+)
 
 pytestmark = [
     pytest.mark.faults,
@@ -35,10 +49,9 @@ pytestmark = [
 def suite(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
-    """The run of a suite with these options, and the processes it has started."""
+    """The run of a suite by this command, and the processes it has started."""
     pids = tmp_path / "pids"
-    argv = [sys.executable, "-m", "pytest", SUITE, *request.param]
-    argv += ["--basetemp", str(tmp_path / "suite")]
+    argv = [*request.param, "--basetemp", str(tmp_path / "suite")]
     os.mkfifo(pids)
     environ = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     # A shell starts what it runs in the background with SIGINT ignored, and a child inherits that.
@@ -62,12 +75,23 @@ def stays(processes: list[psutil.Process]) -> list[psutil.Process]:
     return psutil.wait_procs(processes, timeout=START_S)[1]
 
 
-@pytest.mark.parametrize("suite", [(), WORKERS], indirect=True, ids=["alone", "workers"])
+@pytest.mark.parametrize("suite", [PYTEST, WORKERS], indirect=True, ids=["alone", "workers"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signal_to_pytest_leaves_no_process(
     suite: tuple[subprocess.Popen[bytes], list[psutil.Process]], number: signal.Signals
 ) -> None:
     """Neither etcd, nor a service, nor its fork server, nor an orphan in a session of its own."""
+    running, started = suite
+    running.send_signal(number)
+    assert stays(started) == []
+
+
+@pytest.mark.parametrize("suite", [LOADED, MEASURED], indirect=True, ids=["loaded", "measured"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_signal_to_a_program_that_runs_pytest_leaves_no_process(
+    suite: tuple[subprocess.Popen[bytes], list[psutil.Process]], number: signal.Signals
+) -> None:
+    """pytest ends with `make test-loaded` and `make coverage`."""
     running, started = suite
     running.send_signal(number)
     assert stays(started) == []

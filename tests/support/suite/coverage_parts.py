@@ -18,6 +18,7 @@ from pathlib import Path
 
 from coverage import CoverageData
 
+from forge.runtime.process.child_processes import dying_with_parent
 from tests.support.suite.coverage_files import delete_damaged
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +88,9 @@ class Measurement:
         # Neither `--include` nor the data file of an outer measurement is for these processes.
         environ = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
         ended = subprocess.run(
-            [sys.executable, "-m", "coverage", "run", *measured, "-m", *pytest, *part.paths],
+            dying_with_parent(
+                [sys.executable, "-m", "coverage", "run", *measured, "-m", *pytest, *part.paths]
+            ),
             env=environ,
             cwd=ROOT,
         )

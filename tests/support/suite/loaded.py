@@ -19,7 +19,7 @@ def main(command: Sequence[str]) -> int:
     spin = dying_with_parent([sys.executable, "-c", "while True: pass"])
     busy = [subprocess.Popen(spin) for _ in range(BUSY)]
     try:
-        return subprocess.run(command).returncode
+        return subprocess.run(dying_with_parent(command)).returncode
     finally:
         for process in busy:
             process.kill()
