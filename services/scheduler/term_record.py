@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from forge.core.errors import StaleFence, Unavailable
 from forge.core.queue.activity import Activity
 from forge.runtime.coordination import Coordinator
@@ -68,23 +70,9 @@ class TermRecord:
         stored = await coordinator.get(TERM_KEY)
         if stored is None:
             return cls()
-        fields = json.loads(stored.value)
-        term, number = fields.get("void_before", (0, 0))
-        return cls(
-            term=fields["term"],
-            shards=frozenset(fields["shards"]),
-            claims=fields["claims"],
-            activity=Activity(fields.get("activity", Activity.RUNNING.value)),
-            void_before=(term, number),
-            head=fields.get("head"),
-            trainer_fence=fields.get("trainer_fence", 0),
-            retiring=frozenset(fields.get("retiring", ())),
-            move=_move_of(fields.get("move")),
-            losing=fields.get("losing", {}),
-            lost=fields.get("lost", {}),
-            draining_runners=fields.get("draining_runners", {}),
-            revision=stored.mod_revision,
-        )
+        # Missing fields, of an earlier release, have their defaults.
+        record = msgspec.json.decode(stored.value, type=cls)
+        return replace(record, revision=stored.mod_revision)
 
     async def write(self, coordinator: Coordinator) -> TermRecord:
         """The written record. Raises StaleFence if another leader wrote since the read."""
@@ -122,14 +110,6 @@ class TermRecord:
             losing={shard: counts for shard, counts in self.losing.items() if shard not in gone},
             lost=lost,
         )
-
-
-def _move_of(fields: dict[str, Any] | None) -> Move | None:
-    if fields is None:
-        return None
-    return Move(
-        source=fields["source"], target=fields["target"], task_ids=tuple(fields["task_ids"])
-    )
 
 
 class OwnRecord:

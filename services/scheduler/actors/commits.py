@@ -19,7 +19,6 @@ from services.scheduler.groups.group_look_up import ask_with_look_up
 from services.scheduler.shards.pool_shards import GroupStateChange, PoolShards
 from services.scheduler.state.draining_runners import (
     ApplyDrains,
-    CountLeases,
     SetRunnerDraining,
     changed_drains,
 )
@@ -29,7 +28,6 @@ from services.scheduler.state.messages.batches import (
     ApplyRewind,
     CommitBatch,
     FindForgotten,
-    PrepareCommit,
     PrepareRelease,
     PrepareRewind,
     RecallGroups,
@@ -96,18 +94,13 @@ class CommitActor(Actor):
                 "runner_drained" if request.draining else "runner_resumed",
                 runner_id=request.runner_id,
             )
-        await self._queue.ask(ApplyDrains(start_ids=drains), timeout_s=ASK_S)
-        leases: int = await self._queue.ask(
-            CountLeases(runner_id=request.runner_id), timeout_s=ASK_S
-        )
+        apply = ApplyDrains(start_ids=drains, runner_id=request.runner_id)
+        leases: int = await self._queue.ask(apply, timeout_s=ASK_S)
         return leases
 
     async def _commit(self, request: CommitBatch) -> None:
-        prepare = PrepareCommit(
-            batch_id=request.batch_id, step=request.step, task_ids=request.task_ids
-        )
         trained = common_pb2.GROUP_STATE_TRAINED
-        groups = await ask_with_look_up(self._queue, self._shards, prepare, timeout_s=ASK_S)
+        groups = await ask_with_look_up(self._queue, self._shards, request, timeout_s=ASK_S)
         if not groups:
             return
         of_batch = partial(
@@ -158,7 +151,7 @@ class CommitActor(Actor):
         shards = await self._queue.ask(FindForgotten(step=step), timeout_s=ASK_S)
         groups: list[StoredGroup] = []
         for shard in sorted(shards):
-            async for response in self._shards.scan_settled(shard, trained_after=step):
+            async for response in self._shards.scan(shard, trained_after=step):
                 record = response.group
                 if record.state == common_pb2.GROUP_STATE_TRAINED and record.step > step:
                     groups.append(stored_group(response, counted=True))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from forge.core.errors import FailedPrecondition, NotFound
+from forge.core.errors import FailedPrecondition
 from forge.core.placement.sharding import choose_shard
 from forge.core.queue.groups import Phase
 from forge.runtime.actors.actor_system import ActorRef
@@ -51,11 +51,9 @@ class LostShards:
     async def declare(self, shard: str) -> scheduler_pb2.DeclareShardLostResponse:
         """Raises NotFound, FailedPrecondition, Unavailable."""
         stored, _ = await read_record(self.coordinator, shard)
-        if shard not in self.membership.known:
-            if stored is not None and stored.gone == LOST:
-                return scheduler_pb2.DeclareShardLostResponse()
-            names = ", ".join(sorted(self.membership.known)) or "none"
-            raise NotFound(f"pool shard {shard!r} is not known; there are: {names}")
+        if shard not in self.membership.known and stored is not None and stored.gone == LOST:
+            return scheduler_pb2.DeclareShardLostResponse()
+        self.membership.require_known(shard)
         self._check_absent(shard)
         found: OnShard = await self._ask(GroupsOn(shard=shard))
         await self._keep_counts(shard, found)

@@ -26,7 +26,6 @@ from services.scheduler.long_polls import LongPolls
 from services.scheduler.shards.pool_shards import GroupStateChange
 from services.scheduler.state.draining_runners import (
     ApplyDrains,
-    CountLeases,
     DrainingRunners,
     IsDraining,
 )
@@ -36,8 +35,8 @@ from services.scheduler.state.messages.batches import (
     ApplyRelease,
     ApplyRewind,
     BatchView,
+    CommitBatch,
     FindForgotten,
-    PrepareCommit,
     PrepareRelease,
     PrepareRewind,
     RecallGroups,
@@ -201,8 +200,6 @@ class QueueActor(Actor):
                 return state.find_new(message)
             case IsDraining(runner_id=runner_id, start_id=start_id):
                 return state.draining.holds(runner_id, start_id)
-            case CountLeases(runner_id=runner_id):
-                return state.queue.rollouts.running_of(runner_id)
             case NoteHead():
                 return state.queue.window.lowest_pending
             case _:
@@ -219,8 +216,9 @@ class QueueActor(Actor):
                 state.earlier.restore_joined(message, now_s=now_s)
             case SetActivity(activity=activity):
                 state.queue.set_activity(activity)
-            case ApplyDrains(start_ids=start_ids):
+            case ApplyDrains(start_ids=start_ids, runner_id=runner_id):
                 self._apply_drains(start_ids)
+                return state.queue.rollouts.running_of(runner_id)
             case DropGroups(stored=False):
                 return state.prepare_drop(message)
             case DropGroups(task_ids=ids, reason=reason):
@@ -262,7 +260,7 @@ class QueueActor(Actor):
             case RenewBatch(batch_id=batch_id):
                 state.watch.trainer_called(now_s)
                 state.queue.batches.renew(batch_id, now_s=now_s)
-            case PrepareCommit():
+            case CommitBatch():
                 return state.prepare_commit(message, now_s=now_s)
             case ApplyCommit(batch_id=batch_id, step=step):
                 state.commit(batch_id, step=step, now_s=now_s)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from forge.core.errors import ActorStopped, FailedPrecondition, ForgeError, NotFound, Unavailable
+from forge.core.errors import ActorStopped, FailedPrecondition, ForgeError, Unavailable
 from forge.core.placement.sharding import choose_shard
 from forge.core.queue.groups import Phase
 from forge.runtime.actors.actor import Actor
@@ -136,9 +136,7 @@ class ShardRemovals(Actor):
 
     def _check_retirable(self, shard: str) -> None:
         members, live = self._membership, self._shards.live()
-        if shard not in members.known:
-            names = ", ".join(sorted(members.known)) or "none"
-            raise NotFound(f"pool shard {shard!r} is not known; there are: {names}")
+        members.require_known(shard)
         if shard not in members.registered & live:
             raise FailedPrecondition(
                 f"pool shard {shard} is unreachable: start it, or, if its disk is lost, run "

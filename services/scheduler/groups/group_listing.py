@@ -106,7 +106,7 @@ async def _last(
 async def _scan(
     shards: ShardScans, shard: str, tag: str, wanted: Callable[[common_pb2.GroupRecord], bool]
 ) -> AsyncGenerator[StoredGroup, None]:
-    async with aclosing(shards.scan_settled(shard, tag=tag)) as responses:
+    async with aclosing(shards.scan(shard, tag=tag)) as responses:
         async for response in responses:
             if response.HasField("group") and wanted(response.group):
                 yield stored_group(response)

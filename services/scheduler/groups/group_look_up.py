@@ -7,7 +7,7 @@ from typing import Any
 
 from forge.runtime.actors.actor_system import ActorRef
 from services.scheduler.shards.pool_shards import PoolShards
-from services.scheduler.state.messages.batches import PrepareCommit
+from services.scheduler.state.messages.batches import CommitBatch
 from services.scheduler.state.messages.groups import FindNew, LookedUp, LookUp
 from services.scheduler.state.messages.rollouts import FindUnknown
 
@@ -15,7 +15,7 @@ from services.scheduler.state.messages.rollouts import FindUnknown
 async def ask_with_look_up(
     queue: ActorRef,
     shards: PoolShards,
-    message: FindNew | FindUnknown | PrepareCommit,
+    message: FindNew | FindUnknown | CommitBatch,
     *,
     timeout_s: float,
 ) -> Any:

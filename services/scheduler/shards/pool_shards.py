@@ -82,46 +82,15 @@ class ShardScans:
         return self._discovery.changed()
 
     async def scan(
-        self,
-        shard: str,
-        *,
-        since: str = "",
-        settled_limit: int = 0,
-        count_settled: bool = False,
-        erased_only: bool = False,
+        self, shard: str, **wanted: Any
     ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
-        """The header of the scan, then every group of a shard in queue order, or, if the shard
-        knows the mark `since`, every group changed after it. Settled groups beyond `settled_limit`
-        are left out, except by shards of earlier versions; with `count_settled` the header counts
-        all of them. With `erased_only` only erased groups follow, except from shards of earlier
-        versions.
+        """Yields the answers of ScanGroups; `wanted`: fields of its request, see pool.proto. A
+        shard of an earlier version ignores those that it does not know.
 
         Raises Unavailable, and DeadlineExceeded when the shard sends nothing for one call's time.
         """
-        request = pool_pb2.ScanGroupsRequest(
-            together=True,
-            since=since,
-            settled_limit=settled_limit,
-            count_settled=count_settled,
-            erased_only=erased_only,
-        )
-        async for response in self._scan(shard, request):
-            yield response
-
-    async def scan_settled(
-        self, shard: str, *, tag: str = "", trained_after: int | None = None
-    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
-        """The groups of a tag, or those trained after a step; every group without either, and from
-        a shard of an earlier version. Raises as `scan` does."""
-        request = pool_pb2.ScanGroupsRequest(together=True, tag=tag, trained_after=trained_after)
-        async for response in self._scan(shard, request):
-            yield response
-
-    async def _scan(
-        self, shard: str, request: pool_pb2.ScanGroupsRequest
-    ) -> AsyncGenerator[pool_pb2.ScanGroupsResponse, None]:
         _, stub = await self._remote.pick(where=lambda i: shard_of(i) == shard)
-        groups = stub.ScanGroups(request)
+        groups = stub.ScanGroups(pool_pb2.ScanGroupsRequest(together=True, **wanted))
         async for response in flowing(
             groups, silence_s=self._timeout_s, source=f"pool shard {shard}"
         ):

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from forge.core.errors import NotFound
 from forge.v1 import scheduler_pb2
 
 
@@ -32,6 +33,12 @@ class ShardMembership:
     def known(self) -> frozenset[str]:
         """Every shard that may hold groups."""
         return self.registered | self.unread
+
+    def require_known(self, shard: str) -> None:
+        """Raises NotFound for a shard that holds no groups."""
+        if shard not in self.known:
+            names = ", ".join(sorted(self.known)) or "none"
+            raise NotFound(f"pool shard {shard!r} is not known; there are: {names}")
 
     @property
     def withheld(self) -> frozenset[str]:

@@ -27,9 +27,11 @@ class SetRunnerDraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyDrains:
-    """To the queue: the drains in the term record, start ids by runner id."""
+    """To the queue: the drains in the term record. Answered by the number of leases of a runner."""
 
     start_ids: Mapping[str, str]
+    """By runner id."""
+    runner_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +40,6 @@ class IsDraining:
 
     runner_id: str
     start_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountLeases:
-    """To the queue: answered by the number of leases of a runner."""
-
-    runner_id: str
 
 
 class DrainingRunners:

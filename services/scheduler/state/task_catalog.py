@@ -89,15 +89,16 @@ class Catalog:
         """Returns task ids in the order of `enter`; those of all tasks if `tag` is empty."""
         return tuple(self._tags.get(tag, ()) if tag else self._entries)
 
-    def record(self, group: Group) -> common_pb2.GroupRecord:
-        """The record of a group for clients, without its payload."""
-        return record_of(group, self._entries[group.spec.task_id])
+    def record(self, group: Group, *, payload: bool = False) -> common_pb2.GroupRecord:
+        """The record of a group; with the `payload` of its task, unless that was dropped."""
+        return record_of(group, self._entries[group.spec.task_id], payload=payload)
 
 
-def record_of(group: Group, entry: TaskEntry) -> common_pb2.GroupRecord:
-    """The record of a group for clients, without its payload."""
+def record_of(group: Group, entry: TaskEntry, *, payload: bool = False) -> common_pb2.GroupRecord:
+    """As `Catalog.record`."""
     task = common_pb2.Task.FromString(entry.task)
-    task.payload_json = ""
+    if not payload:
+        task.payload_json = ""
     return common_pb2.GroupRecord(
         task=task,
         task_digest=entry.digest,

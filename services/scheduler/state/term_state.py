@@ -29,8 +29,8 @@ from services.scheduler.state.earlier_groups import EarlierGroups
 from services.scheduler.state.erased_groups import ErasedGroups
 from services.scheduler.state.messages.batches import (
     BatchView,
+    CommitBatch,
     GroupView,
-    PrepareCommit,
     RewindPlan,
 )
 from services.scheduler.state.messages.groups import DropGroups, FindNew, LookedUp, LookUp
@@ -342,7 +342,7 @@ class TermState:
         self.watch.batch_taken(trainer_id, batch.batch_id, now_s)
         return BatchView(batch_id=batch.batch_id, groups=self.view(batch.task_ids))
 
-    def prepare_commit(self, ask: PrepareCommit, *, now_s: float) -> dict[str, list[str]] | LookUp:
+    def prepare_commit(self, ask: CommitBatch, *, now_s: float) -> dict[str, list[str]] | LookUp:
         """Task ids by pool shard to store as TRAINED; see `Batches.prepare_commit`."""
         batches, looked_up = self.queue.batches, ask.looked_up
         if batches.get(ask.batch_id) is None:

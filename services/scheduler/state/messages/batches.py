@@ -52,17 +52,8 @@ class RenewBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitBatch:
-    """To commits: commits a batch under an optimizer step."""
-
-    batch_id: str
-    step: int
-    task_ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareCommit:
-    """Answered by task ids by pool shard, to be stored as TRAINED, or by a LookUp; empty if the
-    commit is complete."""
+    """To commits: commits a batch under an optimizer step. To the queue: answered by task ids by
+    pool shard, to be stored as TRAINED, or by a LookUp; empty if the commit is complete."""
 
     batch_id: str
     step: int

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.core.queue.groups import Group
-from forge.v1 import common_pb2
 from services.scheduler.state.messages.removals import FindMovable, Movable, OnShard
-from services.scheduler.state.task_catalog import STATES
 from services.scheduler.state.term_state import TermState
 
 
@@ -28,20 +25,6 @@ def on_shard(state: TermState, shard: str) -> OnShard:
     """The groups of a shard, to be stored on others."""
     groups = state.queue.ledger.on_shard(shard)
     return OnShard(
-        records=[_record(state, group) for group in groups],
+        records=[state.catalog.record(group, payload=True) for group in groups],
         forgotten=state.queue.ledger.forgotten_on(shard),
-    )
-
-
-def _record(state: TermState, group: Group) -> common_pb2.GroupRecord:
-    spec = group.spec
-    return common_pb2.GroupRecord(
-        task=state.catalog.task(spec.task_id),
-        task_digest=state.catalog.digest(spec.task_id) or b"",
-        queue_index=spec.index,
-        state=STATES.get(group.phase, common_pb2.GROUP_STATE_PENDING),
-        batch_id=group.batch_id,
-        step=group.step,
-        reason=group.reason,
-        pool_shard=spec.shard,
     )

@@ -16,7 +16,7 @@ from forge.v1 import common_pb2, pool_pb2
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.leadership.standby import PART_GROUPS, ShardCopies
 from services.scheduler.leadership.term import Term
-from services.scheduler.state.messages.batches import PrepareCommit
+from services.scheduler.state.messages.batches import CommitBatch
 from services.scheduler.state.queries.queue_status import status_of
 from services.scheduler.state.stored_group import stored_group
 from services.scheduler.state.term_state import TermState
@@ -159,7 +159,7 @@ def test_trained_and_tombstoned_groups_stay_consumed() -> None:
     assert (totals.accepted, totals.trained, totals.tombstoned, totals.pending) == (3, 1, 1, 1)
     assert state.queue.window.head == 2
     assert state.queue.ledger.group("b").reason == "gone"
-    again = PrepareCommit(batch_id="batch-0-0", step=3, task_ids=["a"])
+    again = CommitBatch(batch_id="batch-0-0", step=3, task_ids=["a"])
     done = state.prepare_commit(again, now_s=0.0)
     assert done == {}
     assert state.queue.batches.prepare_rewind(2) == ("a",)
