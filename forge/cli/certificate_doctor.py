@@ -55,7 +55,7 @@ def certificate_findings(
     if not problems:
         until = f"{host.not_valid_after_utc:%Y-%m-%d}"
         yield Finding(
-            ok=True, text=f"certificate {files.cert}: {_joined(_names_of(host))} until {until}"
+            ok=True, text=f"certificate {files.cert}: {_joined(names_of(host))} until {until}"
         )
 
 
@@ -80,14 +80,15 @@ def _lifetime(path: str, certificate: x509.Certificate, now: datetime) -> Iterat
 
 
 def _names(path: str, certificate: x509.Certificate, hosts: Collection[str]) -> Iterator[Finding]:
-    names = _names_of(certificate)
+    names = names_of(certificate)
     missing = [host for host in sorted(hosts) if not _has(names, host.strip("[]"))]
     if missing:
         text = f"{path} is for {_joined(names)}, and others reach this host as {_joined(missing)}"
         yield Finding(ok=False, text=text, remedy=_ISSUE)
 
 
-def _names_of(certificate: x509.Certificate) -> list[str]:
+def names_of(certificate: x509.Certificate) -> list[str]:
+    """Returns the DNS names and IP addresses of a certificate."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
@@ -106,12 +107,13 @@ def _has(names: Sequence[str], host: str) -> bool:
 def _authority(
     files: CertificateFiles, host: x509.Certificate, trusted: Sequence[x509.Certificate]
 ) -> Iterator[Finding]:
-    if trusted and not any(_is_issued_by(host, one) for one in trusted):
+    if trusted and not any(is_issued_by(host, one) for one in trusted):
         text = f"{files.cert} is signed by no certificate in {files.ca}"
         yield Finding(ok=False, text=text, remedy=_ISSUE)
 
 
-def _is_issued_by(host: x509.Certificate, authority: x509.Certificate) -> bool:
+def is_issued_by(host: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Returns whether an authority has signed a host's certificate."""
     try:
         host.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):

@@ -123,11 +123,6 @@ def of_run(path: Path) -> Connection:
     )
 
 
-def newest_run(root: Path) -> Connection:
-    """Returns the connection to the newest run under `root`. Raises `InvalidArgument` for none."""
-    return of_run(newest_run_directory(root))
-
-
 def newest_run_directory(root: Path) -> Path:
     """Returns the newest run under `root`, running or not. Raises `InvalidArgument` for none."""
     started = [(file.stat().st_mtime, file.parent) for file in root.glob("runs/*/etcd.endpoints")]

@@ -45,6 +45,13 @@ app.add_typer(certs_app, name="certs")
 app.add_typer(etcd_app, name="etcd")
 app.add_typer(deploy_app, name="deploy")
 
+_PASSED_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+"""Of a command whose program parses all arguments itself."""
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -283,7 +290,7 @@ def support_bundle(
     [bold]forge doctor[/bold], and the last lines of each log: of a run's directory, or of the
     systemd journal. Services may be down; MANIFEST.txt names missing parts.
     """
-    from forge.cli.doctor.bundle_command import make_bundle
+    from forge.cli.doctor.support_bundle import make_bundle
 
     finish(lambda: make_bundle(system, settings=settings, out=out), "Interrupted.")
 
@@ -319,35 +326,18 @@ def model_fetch(
     _model(name, 0, root)
 
 
-@model_app.command(
-    "warm-start",
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    },
-)
+@model_app.command("warm-start", context_settings=_PASSED_ON)
 def model_warm_start(context: typer.Context) -> None:
     """Train a model on conversations, before training by reward. See --help."""
     require_extra("trainer")
-    os.execv(
-        sys.executable,
-        [sys.executable, "-m", "services.trainer.starting_weights.supervised", *context.args],
-    )
+    _become("services.trainer.starting_weights.supervised", context)
 
 
-@trainer_app.command(
-    "plan",
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    },
-)
+@trainer_app.command("plan", context_settings=_PASSED_ON)
 def trainer_plan(context: typer.Context) -> None:
     """Estimate the memory of a rank, and name settings that fit. See --help."""
     require_extra("trainer")
-    os.execv(sys.executable, [sys.executable, "-m", "services.trainer.plan", *context.args])
+    _become("services.trainer.plan", context)
 
 
 @model_app.command("export")
@@ -370,16 +360,14 @@ def model_export(
         say(f"Names are those of transformers' modules, not of the hub: {exported.note}")
 
 
-@app.command(
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    }
-)
+@app.command(context_settings=_PASSED_ON)
 def agents(context: typer.Context) -> None:
     """Run agents: lease tasks and start a scaffold or any command for each. See --help."""
-    os.execv(sys.executable, [sys.executable, "-m", "forge.agents", *context.args])
+    _become("forge.agents", context)
+
+
+def _become(module: str, context: typer.Context) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
 
 
 def _model(name: str, seed: int, root: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forge.cli.connection import Connection, newest_run, of_run
+from forge.cli.connection import Connection, newest_run_directory, of_run
 from forge.cli.local_run.run_options import Root
 from forge.core.errors import InvalidArgument
 from forge.runtime.security.bearer import bearer_of
@@ -112,7 +112,7 @@ class SystemOptions:
     def resolved(self) -> Connection:
         """Returns the connection. Raises `InvalidArgument`."""
         if self.run_dir or not self.etcd:
-            return newest_run(self.root) if self.run_dir is None else of_run(self.run_dir)
+            return of_run(self.run_dir or newest_run_directory(self.root))
         bearer = None if self.key_file else bearer_of(self.token_file)
         if self.key_file is None and bearer is None:
             raise InvalidArgument("--etcd needs --key-file, or --token-file of `forge token issue`")

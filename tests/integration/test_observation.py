@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from forge.cli.doctor import support_bundle
-from forge.cli.doctor.bundle_command import make_bundle
+from forge.cli.doctor.support_bundle import make_bundle
 from forge.cli.options import SystemOptions
 from forge.cli.rundir import RunDirectory
 from forge.client.reward_events import reward_event

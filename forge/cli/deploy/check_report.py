@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
@@ -13,7 +14,7 @@ from forge.cli.command_exit import console
 from forge.cli.deploy.cluster.check_all import CheckedHost, check_hosts, shared_findings
 from forge.cli.deploy.cluster.cluster import Cluster
 from forge.cli.deploy.host.check import as_json as json_of
-from forge.cli.deploy.host.check import check_host, rows
+from forge.cli.deploy.host.check import check_host
 from forge.cli.deploy.host.host import HostDirectory
 from forge.cli.finding import report
 
@@ -40,7 +41,7 @@ def check_all(cluster: Cluster, *, as_json: bool) -> bool:
                 "host": one.host,
                 "ok": not one.problems,
                 "was_checked": one.was_checked,
-                "findings": rows(one.findings),
+                "findings": [asdict(finding) for finding in one.findings],
             }
             for one in checked
         ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge.cli.command_exit import INTERRUPTED, console, finish, say
+from forge.cli.command_exit import INTERRUPTED, finish, say
 from forge.cli.options import duration_s
 from forge.core.errors import InvalidArgument
 
@@ -97,7 +97,7 @@ def _show(report: RenderResult) -> None:
         files = report.files.get(host, 0)
         say(f"{host}: {files} files, {len(changed)} changed")
         for path in changed[:8]:
-            console.print(f"    {path}", soft_wrap=True)
+            say(f"    {path}")
         if changed[8:]:
             say(f"    and {len(changed) - 8} more")
     if missing := report.inventory.missing():
@@ -124,7 +124,7 @@ def apply(
     from forge.cli.deploy.cluster.apply import apply as bring
 
     with _cluster(out, drain=drain, health=health) as cluster:
-        bring(cluster, _report, lost=replace_etcd or ())
+        bring(cluster, say, lost=replace_etcd or ())
         _show_notes(cluster)
 
 
@@ -151,7 +151,7 @@ def upgrade(
 
     _leave_link()
     with _cluster(out, drain=drain, health=health) as cluster:
-        one = Upgrade(cluster, _report)
+        one = Upgrade(cluster, say)
         journal = one.begun() if rollback else one.plan()
         if dry_run:
             _show_steps(journal)
@@ -161,10 +161,10 @@ def upgrade(
         try:
             done = one.run(journal)
         except KeyboardInterrupt:
-            _report(one.interrupted())
+            say(one.interrupted())
             raise typer.Exit(INTERRUPTED) from None
         _show_notes(cluster)
-        _report(
+        say(
             f"every instance has release {journal.to}"
             if done
             else f"rolled back to release {journal.before}, which every unit runs; the reason is "
@@ -176,7 +176,7 @@ def upgrade(
 def _show_steps(journal: Journal) -> None:
     for number, step in enumerate(journal.steps, start=1):
         state = "done " if number <= journal.done else ""
-        _report(f"{state}{number}/{len(journal.steps)} {step}")
+        say(f"{state}{number}/{len(journal.steps)} {step}")
 
 
 @deploy_app.command()
@@ -204,12 +204,12 @@ def install(
         sys.stdout.write(f"{json.dumps(asdict(done))}\n")
         return
     for path in done.changed:
-        _report(path)
+        say(path)
     for verb, units in (("start", done.start), ("restart", done.restart)):
         if units:
-            _report(f"now: systemctl {verb} {' '.join(units)}")
+            say(f"now: systemctl {verb} {' '.join(units)}")
     for unit in done.kept:
-        _report(f"{unit} left the inventory and still runs; move its data before you stop it")
+        say(f"{unit} left the inventory and still runs; move its data before you stop it")
 
 
 @deploy_app.command()
@@ -277,7 +277,7 @@ def bootstrap() -> None:
 
     async def main() -> None:
         for change in await prepare() or ["nothing to change"]:
-            _report(change)
+            say(change)
 
     finish(main, "Interrupted.")
 
@@ -300,18 +300,14 @@ def drain(
     wait_s = duration_s("wait", wait) or 0.0
 
     async def main() -> None:
-        _report(await drain_instance(at, instance, resume=resume, wait_s=wait_s))
+        say(await drain_instance(at, instance, resume=resume, wait_s=wait_s))
 
     finish(main, "Interrupted.")
 
 
-def _report(line: str) -> None:
-    console.print(line, soft_wrap=True)
-
-
 def _show_notes(cluster: Cluster) -> None:
     for note in cluster.notes:
-        _report(note)
+        say(note)
 
 
 @contextmanager
@@ -323,7 +319,7 @@ def _cluster(out: Path, *, drain: str, health: str) -> Iterator[Cluster]:
         with locked(out):
             yield _hosts(out, drain=drain, health=health)
     except KeyboardInterrupt:
-        _report("interrupted: the last command may still run on its host; repeat this one")
+        say("interrupted: the last command may still run on its host; repeat this one")
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -20,14 +20,17 @@ import urllib.request
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from forge.cli.connection import Connection
+from forge.cli.command_exit import say
+from forge.cli.connection import Connection, newest_run_directory
 from forge.cli.doctor.cluster_doctor import cluster_findings
 from forge.cli.doctor.machine import examine
 from forge.cli.doctor.redaction import Redactor, describe
 from forge.cli.json_rows import row_of
+from forge.cli.options import SystemOptions
 from forge.cli.rundir import RunDirectory
 from forge.cli.service_settings import (
     PrintedSettings,
@@ -125,6 +128,31 @@ class Bundle:
                 entry = tarfile.TarInfo(f"{folder}/{name}")
                 entry.size, entry.mtime, entry.mode = len(content), int(time.time()), 0o600
                 archive.addfile(entry, io.BytesIO(content))
+
+
+async def make_bundle(system: SystemOptions, *, settings: Path | None, out: Path | None) -> None:
+    """Writes the archive, and prints its manifest and path. Raises `InvalidArgument`."""
+    bundle = await collect_bundle(_sources(system, settings))
+    path = out or Path(f"forge-support-{datetime.now(UTC):%Y%m%d-%H%M%S}.tar.gz")
+    bundle.write(path)
+    say(bundle.manifest().rstrip("\n"))
+    say(f"{path}: look through it before you send it.")
+
+
+def _sources(system: SystemOptions, settings: Path | None) -> Sources:
+    run = None
+    try:
+        if not system.etcd:
+            run = system.run_dir or newest_run_directory(system.root)
+    except ForgeError:
+        # The system then has the same error.
+        pass
+    found: Connection | ForgeError
+    try:
+        found = system.resolved()
+    except ForgeError as error:
+        found = error
+    return Sources(root=system.root, system=found, run=run, settings=settings)
 
 
 async def collect_bundle(sources: Sources) -> Bundle:

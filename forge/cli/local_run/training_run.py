@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -191,7 +191,11 @@ def evaluation_settings(options: RunOptions, directory: RunDirectory) -> Setting
 def run_settings(state: RunState, preset: Preset, mode: str | None) -> Settings:
     """Returns the settings that depend on the run. `mode`: the scheduler's setting, if any; some
     modes have no shares: their batches have the mix of the queue."""
-    shares = "" if mode in ("fifo", "adaptive") else _table(preset.domains)
+    shares = (
+        ""
+        if mode in ("fifo", "adaptive")
+        else ",".join(f"{name}={share}" for name, share in preset.domains.items())
+    )
     return {
         "trainer": {"max_steps": str(state.steps), "seed": str(state.seed)},
         "scheduler": {
@@ -200,10 +204,6 @@ def run_settings(state: RunState, preset: Preset, mode: str | None) -> Settings:
             "queue.domain_shares": shares,
         },
     }
-
-
-def _table(shares: Mapping[str, float]) -> str:
-    return ",".join(f"{name}={share}" for name, share in shares.items())
 
 
 def preset_of(options: RunOptions, state: RunState) -> Preset:
@@ -375,8 +375,4 @@ async def serve(options: RunOptions) -> None:
         with RunDisplay(console, total_steps=preset.steps) as display:
             async with running(plan, display) as (stack, _, _):
                 display.say(f"All services run until Ctrl-C. See: forge status {directory.path}")
-                await stack.guard(_forever())
-
-
-async def _forever() -> None:
-    await asyncio.Event().wait()
+                await stack.guard(asyncio.Event().wait())

@@ -23,7 +23,7 @@ from forge.cli.command_exit import console
 from forge.cli.connection import Connection
 from forge.cli.local_run.display import sparkline
 from forge.cli.queue.command import line_of
-from forge.cli.status.system_state import Service, SystemState, read_state
+from forge.cli.status.system_state import SystemState, read_state
 from forge.core.enum_words import enum_word
 from forge.core.errors import ForgeError
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
@@ -136,17 +136,12 @@ def _load_curve(values: deque[float]) -> str:
 def _services(state: SystemState) -> Table:
     table = Table("kind", "instance", "address", "state", box=None, pad_edge=False)
     for one in state.services:
-        text = one.state if one.state in _BAD else (one.role or one.state)
-        table.add_row(
-            one.kind, one.instance, one.address, Text(text, style="red" if _is_bad(one) else "")
-        )
+        bad = one.state in _BAD
+        text = Text(one.state if bad else one.role or one.state, style="red" if bad else "")
+        table.add_row(one.kind, one.instance, one.address, text)
     for kind in state.missing:
         table.add_row(kind, Text("none", style="red"))
     return table
-
-
-def _is_bad(service: Service) -> bool:
-    return service.state in _BAD
 
 
 async def show_top(at: Connection, *, every_s: float) -> None:

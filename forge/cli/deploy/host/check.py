@@ -6,8 +6,8 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from forge.cli.certificate_doctor import CertificateFiles, certificate_findings
 from forge.cli.connection import Connection
@@ -58,17 +58,9 @@ def as_json(directory: HostDirectory, findings: Sequence[Finding]) -> str:
         "host": directory.manifest().host,
         "ok": all(one.ok for one in findings),
         "manifest": directory.manifest_digest(),
-        "findings": rows(findings),
+        "findings": [asdict(one) for one in findings],
     }
     return json.dumps(answer)
-
-
-def rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Return findings for JSON."""
-    return [
-        {"ok": one.ok, "text": one.text, "remedy": one.remedy, "was_run": one.was_run}
-        for one in findings
-    ]
 
 
 def _clock() -> Finding:

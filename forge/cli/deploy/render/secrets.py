@@ -14,9 +14,8 @@ from pathlib import Path
 
 import msgspec
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 
-from forge.cli.certificate_doctor import RENEW
+from forge.cli.certificate_doctor import RENEW, is_issued_by, names_of
 from forge.cli.credentials.certs_authority import CA_CERT, HOST_CERT, HOST_KEY, Authority
 from forge.cli.deploy.inventory.inventory import Host, Inventory
 from forge.cli.deploy.render.host_files import HostSecrets, Secrets
@@ -176,29 +175,19 @@ def _fault(folder: Path, authority: Authority, names: Sequence[str]) -> str:
     try:
         certificate = x509.load_pem_x509_certificate((folder / HOST_CERT).read_bytes())
         (folder / HOST_KEY).read_bytes()
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except FileNotFoundError:
         return "is missing"
-    except (ValueError, x509.ExtensionNotFound):
+    except ValueError:
         return "is damaged"
-    present = [*found.get_values_for_type(x509.DNSName)]
-    present += map(str, found.get_values_for_type(x509.IPAddress))
+    present = names_of(certificate)
     if set(present) != set(names):
-        return f"is for {', '.join(present)}"
-    if not any(_signed(certificate, one) for one in authority.trusted):
+        return f"is for {', '.join(present) or 'no name'}"
+    if not any(is_issued_by(certificate, one) for one in authority.trusted):
         return "is signed by another CA"
     ends = certificate.not_valid_after_utc
     if ends - datetime.now(UTC) < RENEW < authority.signer.not_valid_after_utc - datetime.now(UTC):
         return f"expires on {ends:%Y-%m-%d}"
     return ""
-
-
-def _signed(certificate: x509.Certificate, by: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(by)
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
 
 
 def _stored_token(file: Path, keyring: Keyring, *, renew_s: float) -> _StoredToken | None:
