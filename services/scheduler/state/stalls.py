@@ -67,7 +67,7 @@ class Facts:
     returned: int = 0
     """Batches that were leased since the last progress and have ended without a commit."""
     trainer_waits: bool = False
-    """No batch was ready when a trainer last asked for one: it waits for rollouts."""
+    """A trainer without a batch asked for one, and none was ready: it waits for rollouts."""
     away: frozenset[str] = frozenset()
     """Unreachable pool shards."""
     tombstoned: int = 0
@@ -111,7 +111,8 @@ class Watch:
         self._batch: tuple[str, str, float] | None = None
         self._batches = 0
         """Batches leased since the last progress."""
-        self._trainer_waits = False
+        self.trainer_waits = False
+        """No batch is out, and the trainer asked in vain; one with a batch asks ahead."""
         self._tombstones: Counter[tuple[str, bool]] = Counter()
         """By reason, and whether a rollout failed."""
         self._dropped: set[str] = set()
@@ -185,14 +186,10 @@ class Watch:
 
     def batch_taken(self, trainer_id: str, batch_id: str, now_s: float) -> None:
         """Note that a batch was leased, or returned again to its trainer."""
-        self._trainer_waits = False
+        self.trainer_waits = False
         if self._batch is None or self._batch[1] != batch_id:
             self._batch = (trainer_id, batch_id, now_s)
             self._batches += 1
-
-    def no_batch_ready(self) -> None:
-        """Note that a trainer asked for a batch and has to wait."""
-        self._trainer_waits = True
 
     def dropping(self, task_ids: Iterable[str]) -> None:
         """Note that groups are tombstoned on request: that is no cause of a stall."""
@@ -232,7 +229,7 @@ class Watch:
             trainer_silent_s=now_s - self._trainer_s if self._trainer_s is not None else 0.0,
             batch=(batch[0], batch[1], now_s - batch[2]) if batch else None,
             returned=max(0, self._batches - batch_is_out),
-            trainer_waits=self._trainer_waits,
+            trainer_waits=self.trainer_waits,
             tombstoned=self._tombstones.total(),
             tombstone_reason=reasons[0][0][0] if reasons else "",
             failed=bool(reasons) and reasons[0][0][1],

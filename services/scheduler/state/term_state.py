@@ -337,7 +337,7 @@ class TermState:
         """The batch that the trainer holds, or a new one, or None for now."""
         batch = self.queue.take_batch(trainer_id=trainer_id, max_groups=max_groups, now_s=now_s)
         if batch is None:
-            self.watch.no_batch_ready()
+            self.watch.trainer_waits = self.queue.batches.get(self.watch.batch_out()) is None
             return None
         self.watch.batch_taken(trainer_id, batch.batch_id, now_s)
         return BatchView(batch_id=batch.batch_id, groups=self.view(batch.task_ids))

@@ -261,3 +261,21 @@ async def test_trainer_that_released_a_short_batch_waits_for_a_whole_one(
     again = TakeBatch(trainer_id="t", max_groups=2)
     assert not (await term.queue.ask(again, timeout_s=ASK_S)).done()
     assert (await status(term)).stall.cause == "slow_rollouts"
+
+
+async def test_trainer_that_fails_while_it_asks_ahead_is_named(
+    term: TermActors, shards: FakeShards, clock: Clock
+) -> None:
+    """It asked for the batch after its own in vain, which says nothing about its own."""
+    trajectory_id = await submit_and_lease(term, "a")
+    shards.seal(trajectory_id)
+    sealed = AttemptReport(trajectory_id=trajectory_id, summary=shards.stored[trajectory_id])
+    await term.queue.ask(SettleRollouts(reports=[sealed]), timeout_s=ASK_S)
+    clock.now_s += AFTER_S
+    await (await term.queue.ask(TakeBatch(trainer_id="t#0", max_groups=1), timeout_s=ASK_S))
+    ahead = await term.queue.ask(TakeBatch(trainer_id="t#1", max_groups=1), timeout_s=ASK_S)
+    ahead.cancel()
+    ask = LeaseRollouts(runner_id="r", max_rollouts=1)
+    assert not (await term.queue.ask(ask, timeout_s=ASK_S)).done()
+    await term.commits.ask(Rewind(step=0), timeout_s=ASK_S)
+    assert (await status(term)).stall.cause == "trainer_failing"
