@@ -120,13 +120,11 @@ class RunDirectory:
         """Writes the state to disk."""
         replace_private_file(self._state_file, json.dumps(asdict(state), indent=2) + "\n")
 
-    def enter(self, phase: Phase) -> RunState:
+    def enter(self, phase: Phase) -> None:
         """Saves that the run has reached `phase`."""
         state = self.load()
         assert state is not None, "a run is saved before its phase changes"
-        state = replace(state, phase=phase)
-        self.save(state)
-        return state
+        self.save(replace(state, phase=phase))
 
     def in_use(self) -> bool:
         """Returns True if a process has locked the directory."""

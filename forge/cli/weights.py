@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +16,7 @@ from forge.cli.command_exit import console, finish, say
 from forge.cli.connection import Connection
 from forge.cli.options import with_options
 from forge.cli.queue.command import Json
+from forge.core.clocks import local_time_text
 
 if TYPE_CHECKING:
     from forge.client.weights import WeightSteering
@@ -177,7 +177,7 @@ def print_listing(listing: trainer_pb2.ListWeightsResponse) -> None:
         table.add_row(
             f"v{version}",
             str(one.step),
-            _clock(one.published_unix_s),
+            local_time_text(one.published_unix_s),
             f"{one.total_bytes / (1 << 20):.1f} MiB",
             one.digest[:_DIGEST_CHARS],
             f"{one.mean_reward:.3f}" if one.trajectories else "",
@@ -201,14 +201,10 @@ def hold_line(hold: trainer_pb2.WeightsHold) -> str:
     """The hold in one line."""
     if not hold.base_version:
         return "no hold: workers follow the newest version"
-    by = f"by {hold.subject}, since {_clock(hold.since_unix_s)}"
+    by = f"by {hold.subject}, since {local_time_text(hold.since_unix_s)}"
     if not hold.canary_version:
         return f"hold: all workers serve v{hold.base_version}, {by}"
     return (
         f"canary: {', '.join(hold.canary_workers)} serve v{hold.canary_version}, the others "
         f"v{hold.base_version}, {by}"
     )
-
-
-def _clock(unix_s: float) -> str:
-    return f"{datetime.fromtimestamp(unix_s, UTC).astimezone():%Y-%m-%d %H:%M:%S}"

@@ -19,6 +19,11 @@ def time_text(unix_s: float) -> str:
         return f"{unix_s:g} s since 1970"
 
 
+def local_time_text(unix_s: float) -> str:
+    """Return a Unix time for people, in the local time zone, such as 2026-01-31 12:00:00."""
+    return f"{datetime.fromtimestamp(unix_s, UTC).astimezone():%Y-%m-%d %H:%M:%S}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
     """One clock, measured by an observer."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from forge.client.operator import Operator
 from forge.client.stored.pool import PoolReader
@@ -25,15 +26,11 @@ from services.console.data.trajectories.token_texts import TokenTexts
 from services.console.data.trajectories.token_values import TokenValuesCache
 from services.console.data.trajectories.trajectory_cache import TrajectoryCache
 from services.console.data.trajectories.trajectory_list import TrajectoryList
-from services.console.data.weights_view import WeightsView
+from services.console.data.weights_view import read_weights
 from services.console.http.access import AccessRules
 from services.console.http.actions import Actions
 from services.console.http.events import Viewers
 from services.console.http.server import DataSources, HttpServer
-
-
-def _changes(reader: PoolReader) -> AsyncIterator[pool_pb2.TailTrajectoriesResponse]:
-    return reader.tail(pool_pb2.TrajectoryFilter(), cursors={})
 
 
 class ConsoleApp:
@@ -52,8 +49,7 @@ class ConsoleApp:
         reader = PoolReader(context.coordinator, context.channels, retry_for_s=0.0)
         steering = WeightSteering(context.coordinator, context.channels, retry_for_s=0.0)
         queue, tasks, news = QueueView(operator), TasksView(operator, reader), News()
-        topics = self._topics(config, operator, queue, news)
-        topics |= self._reader_topics(config, reader, steering, tasks, news)
+        topics = self._topics(operator, reader, steering, queue, tasks, news)
         texts = await asyncio.to_thread(TokenTexts.load, config.model_path)
         for topic in topics.values():
             context.keep_running(topic.run(), name=f"topic-{topic.name}")
@@ -93,61 +89,33 @@ class ConsoleApp:
         await self._http.stop()
 
     def _topics(
-        self, config: ConsoleConfig, operator: Operator, queue: QueueView, news: News
-    ) -> dict[str, Topic]:
-        overview = Overview(operator, cluster=config.cluster)
-        polls = {"overview": overview.read, "queue": queue.read}
-        return {
-            "steps": Steps(
-                news,
-                lambda after: operator.tail(after_step=after),
-                most=config.max_steps,
-            ),
-            **{
-                name: Poll(
-                    name,
-                    news,
-                    read,
-                    period_s=config.poll_s,
-                    timeout_s=2 * config.call_timeout_s,
-                )
-                for name, read in polls.items()
-            },
-        }
-
-    def _reader_topics(
         self,
-        config: ConsoleConfig,
+        operator: Operator,
         reader: PoolReader,
         steering: WeightSteering,
+        queue: QueueView,
         tasks: TasksView,
         news: News,
     ) -> dict[str, Topic]:
-        context = self._context
+        context, config = self._context, self._context.config
+        call_s = config.call_timeout_s
         services = ServicesView(
             context.coordinator, context.channels, reader, cluster=config.cluster
         )
+        overview = Overview(operator, cluster=config.cluster)
+        polls: dict[str, tuple[Callable[[], Awaitable[Any]], float, float]] = {
+            "overview": (overview.read, config.poll_s, 2 * call_s),
+            "queue": (queue.read, config.poll_s, 2 * call_s),
+            "weights": (partial(read_weights, steering), config.poll_s, 2 * call_s),
+            "services": (services.read, config.services_poll_s, 4 * call_s),
+            "tasks": (tasks.read, config.services_poll_s, config.fetch_timeout_s),
+        }
         return {
-            "weights": Poll(
-                "weights",
-                news,
-                WeightsView(steering).read,
-                period_s=config.poll_s,
-                timeout_s=2 * config.call_timeout_s,
+            "steps": Steps(
+                news, lambda after: operator.tail(after_step=after), most=config.max_steps
             ),
-            "closes": Closes(news, partial(_changes, reader)),
-            "services": Poll(
-                "services",
-                news,
-                services.read,
-                period_s=config.services_poll_s,
-                timeout_s=4 * config.call_timeout_s,
-            ),
-            "tasks": Poll(
-                "tasks",
-                news,
-                tasks.read,
-                period_s=config.services_poll_s,
-                timeout_s=config.fetch_timeout_s,
-            ),
+            "closes": Closes(news, lambda: reader.tail(pool_pb2.TrajectoryFilter(), cursors={})),
+        } | {
+            name: Poll(name, news, read, period_s=period_s, timeout_s=timeout_s)
+            for name, (read, period_s, timeout_s) in polls.items()
         }

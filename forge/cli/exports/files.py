@@ -39,18 +39,8 @@ class RowFormat(Protocol[_In]):
         """Returns rows as a table of pyarrow; without rows it has the columns alone."""
 
 
-class RowWriter(Protocol[_In]):
-    """An open file of rows."""
-
-    def add(self, row: _In, /) -> None:
-        """Appends one row."""
-
-    def close(self) -> None:
-        """Writes the rest of the file."""
-
-
 @contextmanager
-def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[RowWriter[Row]]:
+def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[JsonLines[Row] | Parquet[Row]]:
     """Opens a new file; its suffix selects the encoding.
 
     The file gets its name when it is complete and on the disk. Raises `InvalidArgument` for another
@@ -72,7 +62,7 @@ def export_file(path: Path, rows: RowFormat[Row]) -> Iterator[RowWriter[Row]]:
                 file.truncate(0)
                 file.seek(0)
                 parquet = path.suffix == ".parquet"
-                writer: RowWriter[Row] = Parquet(file, rows) if parquet else JsonLines(file, rows)
+                writer = Parquet(file, rows) if parquet else JsonLines(file, rows)
                 yield writer
                 writer.close()
                 file.flush()

@@ -121,6 +121,7 @@ def members(plan: StackPlan) -> list[Member]:
     if plan.trainer_processes > 1:
         # Not read under torchrun, but by `--check` and `--print-config`.
         trainer["ranks"] = str(plan.trainer_processes)
+    tables = {"models": plan.models.tables} if plan.models.tables else {}
     services = [
         member("pool", {"data_dir": str(run.pool("0")), "shard": "0"}),
         member("scheduler", {}),
@@ -128,7 +129,7 @@ def members(plan: StackPlan) -> list[Member]:
         *_workers(plan, member),
         member("router", model | {"role": "router"}),
         *(served for group in plan.models.groups for served in _serving(group)),
-        *_gateways(member("gateway", model | _models(plan.models)), plan.gateways),
+        *_gateways(member("gateway", model | tables), plan.gateways),
     ]
     if plan.runner:
         services.append(member("runner", {}))
@@ -175,10 +176,6 @@ def _serving(group: ServingGroup) -> Iterator[Member]:
             settings["weights"] = "frozen"
         name = f"{role}-{group.name}"
         yield Member(name=name, module=PROCESSES[role], settings=settings)
-
-
-def _models(models: PlannedModels) -> dict[str, str]:
-    return {"models": models.tables} if models.tables else {}
 
 
 async def reach_etcd(endpoints: str, *, cluster: str, timeout_s: float = 10.0) -> None:

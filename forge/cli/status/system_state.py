@@ -144,9 +144,9 @@ async def read_state(coordinator: Coordinator, channels: Channels, *, cluster: s
     services, standbys, scheduler, inference, trainer, (_, clocks) = await gather(
         _services(coordinator, channels),
         _standby_trainers(coordinator),
-        _or_error(operator.scheduler_status(with_tombstones=True)),
-        _or_error(operator.inference_status()),
-        _or_error(trainer_status(operator)),
+        or_error(operator.scheduler_status(with_tombstones=True)),
+        or_error(operator.inference_status()),
+        or_error(trainer_status(operator)),
         compare_clocks(coordinator, channels),
     )
     return SystemState(
@@ -183,7 +183,8 @@ async def trainer_status(operator: Operator) -> trainer_pb2.GetTrainerStatusResp
     return status
 
 
-async def _or_error(status: Awaitable[Status]) -> Status | ForgeError:
+async def or_error(status: Awaitable[Status]) -> Status | ForgeError:
+    """Returns the status, or the error of a service that does not answer."""
     try:
         return await status
     except ForgeError as error:

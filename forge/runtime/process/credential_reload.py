@@ -17,14 +17,17 @@ PERIOD_S = 2.0
 
 
 async def reload_credentials(
-    security: Security, *, on_key: Callable[[], Awaitable[None]], on_tls: Callable[[], None]
+    security: Security,
+    *,
+    on_key: Callable[[], Awaitable[None]] | None = None,
+    on_tls: Callable[[], None] | None = None,
 ) -> None:
     """Check the files every `PERIOD_S`, without end."""
     while True:
         await asyncio.sleep(PERIOD_S)
-        if _changed("key_file", security.reload_key):
+        if _changed("key_file", security.reload_key) and on_key is not None:
             await on_key()
-        if _changed("tls", security.reload_tls):
+        if _changed("tls", security.reload_tls) and on_tls is not None:
             on_tls()
 
 

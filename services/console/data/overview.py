@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
+from forge.cli.status.system_state import or_error
 from forge.cli.trouble import troubles
 from forge.client.operator import DomainResult, Operator, domain_results
 from forge.core.enum_words import enum_word
 from forge.core.errors import ForgeError
 from forge.v1 import inference_pb2, scheduler_pb2, trainer_pb2
 
-Answer = TypeVar("Answer")
 CAMPAIGN_TAGS = ("eval-before", "eval-after")
 """Tags of the measurements of `forge run`, which are not the trainer's."""
 LOOK_AGAIN = 10
@@ -32,9 +31,9 @@ class Overview:
     async def read(self) -> dict[str, Any]:
         """The state as plain data; a service that does not answer is an error text."""
         scheduler, inference, trainer = await asyncio.gather(
-            _or_error(self._operator.scheduler_status(with_tombstones=True)),
-            _or_error(self._operator.inference_status()),
-            _or_error(self._operator.trainer_status(with_evaluations=True)),
+            or_error(self._operator.scheduler_status(with_tombstones=True)),
+            or_error(self._operator.inference_status()),
+            or_error(self._operator.trainer_status(with_evaluations=True)),
         )
         errors = {
             name: str(answer)
@@ -164,10 +163,3 @@ def _evaluation(one: trainer_pb2.Evaluation) -> dict[str, Any]:
         "failed": one.failed,
         "domains": domains,
     } | interval(one)
-
-
-async def _or_error(answer: Awaitable[Answer]) -> Answer | ForgeError:
-    try:
-        return await answer
-    except ForgeError as error:
-        return error

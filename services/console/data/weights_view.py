@@ -5,22 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from forge.client.weights import WeightSteering
-from forge.v1 import trainer_pb2
 
 
-class WeightsView:
-    """Reads the weights of a cluster from its trainer."""
-
-    def __init__(self, steering: WeightSteering) -> None:
-        self._steering = steering
-
-    async def read(self) -> dict[str, Any]:
-        """The state as plain data. Raises `Unavailable` without a trainer."""
-        return weights_row(await self._steering.listing())
-
-
-def weights_row(listing: trainer_pb2.ListWeightsResponse) -> dict[str, Any]:
-    """Versions, the newest first, workers and the hold."""
+async def read_weights(steering: WeightSteering) -> dict[str, Any]:
+    """Versions, the newest first, workers and the hold. Raises `Unavailable` without a trainer."""
+    listing = await steering.listing()
     hold = listing.hold
     return {
         "versions": [

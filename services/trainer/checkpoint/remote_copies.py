@@ -25,8 +25,8 @@ from services.trainer.checkpoint.store import (
     is_name,
     path_of,
     prune,
+    put_in_place,
     read_checkpoint,
-    set_aside,
     step_of,
 )
 
@@ -165,12 +165,7 @@ class RemoteCopies:
             log.error("checkpoint_copy_damaged", copy=folder, error=str(error))
             shutil.rmtree(arriving)
             return False
-        for each in (*(one for one in arriving.rglob("*") if one.is_dir()), arriving):
-            sync(each)
-        if path.exists():
-            set_aside(path)
-        arriving.rename(path)
-        sync(path.parent)
+        put_in_place(arriving, path)
         return True
 
 

@@ -225,6 +225,17 @@ def set_aside(path: Path) -> None:
     path.rename(aside)
 
 
+def put_in_place(arrived: Path, path: Path) -> None:
+    """Rename a complete directory, whose files are durable, to the checkpoint `path`; one that is
+    there is set aside."""
+    for folder in (*(one for one in arrived.rglob("*") if one.is_dir()), arrived):
+        sync(folder)
+    if path.exists():
+        set_aside(path)
+    arrived.rename(path)
+    sync(path.parent)
+
+
 def step_of(path: Path) -> int:
     """The step of a checkpoint's directory."""
     return int(path.name.removeprefix(_PREFIX))

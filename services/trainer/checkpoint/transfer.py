@@ -24,8 +24,8 @@ from services.trainer.checkpoint.store import (
     checkpoints_in,
     path_of,
     prune,
+    put_in_place,
     read_checkpoint,
-    set_aside,
 )
 
 PIECE_BYTES = 1 << 20
@@ -184,13 +184,8 @@ class Staging:
                 f"the copy is not the checkpoint of step {self._step} in etcd: its step or "
                 "fingerprint differs"
             )
-        for folder in (*(each for each in self._path.rglob("*") if each.is_dir()), self._path):
-            sync(folder)
         path = path_of(self._directory, self._step)
-        if path.exists():
-            set_aside(path)
-        self._path.rename(path)
-        sync(self._directory)
+        put_in_place(self._path, path)
         prune(self._directory, self._retention)
         return path
 

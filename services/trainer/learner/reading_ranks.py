@@ -165,7 +165,7 @@ class RankReader:
 
     async def _serve(self) -> None:
         reload = asyncio.create_task(
-            reload_credentials(self._security, on_key=_nothing, on_tls=self._channels.renew)
+            reload_credentials(self._security, on_tls=self._channels.renew)
         )
         try:
             while True:
@@ -200,6 +200,3 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="reading-exchange", daemon=True).start()
     return await asyncio.wrap_future(done)
-
-
-async def _nothing() -> None: ...

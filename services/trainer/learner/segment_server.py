@@ -131,9 +131,7 @@ class SegmentServer:
         self._server.set_serving(True)
         log.info("segments_served", rank=self._rank, address=self._address)
         listening.set_result(None)
-        reload = asyncio.create_task(
-            reload_credentials(self._security, on_key=_nothing, on_tls=lambda: None)
-        )
+        reload = asyncio.create_task(reload_credentials(self._security))
         orders = asyncio.create_task(self._obey())
         await self._stopped.wait()
         await cancel_and_wait(orders, reload)
@@ -210,6 +208,3 @@ class SegmentServer:
             version: HeldWeights(tensors=copy.tensors, segment=copy.segment)
             for version, copy in served.items()
         }
-
-
-async def _nothing() -> None: ...

@@ -54,41 +54,39 @@ def judge(
     """`broken`: answers of the canary's workers that ended with a log-prob that is not finite;
     `refused`: why a worker refused the version, or ""; `age_s`: time since the canary began."""
     if refused:
-        return Judgement(outcome=CanaryVerdict.ROLL_BACK, reason=f"refused: {refused}")
+        return _roll_back(f"refused: {refused}")
     # Early: broken answers are no trajectories, so a canary of NaN alone would never have enough.
     allowed = settings.max_broken_share * max(settings.trajectories, canary.trajectories + broken)
     if broken > allowed:
-        return Judgement(
-            outcome=CanaryVerdict.ROLL_BACK,
-            reason=f"{broken} answers with a log-prob that is not finite, allowed {allowed:g}",
+        return _roll_back(
+            f"{broken} answers with a log-prob that is not finite, allowed {allowed:g}",
         )
     # Without a trained token, as in flat groups that are dropped, there is no gap to judge.
     few = min(canary.trajectories, base.trajectories) < settings.trajectories
     if few or not canary.tokens:
         if not 0 < settings.max_wait_s < age_s:
             return Judgement(outcome=CanaryVerdict.WAIT)
-        return Judgement(
-            outcome=CanaryVerdict.ROLL_BACK,
-            reason=f"no judgement within {settings.max_wait_s:g} s: the canary has "
+        return _roll_back(
+            f"no judgement within {settings.max_wait_s:g} s: the canary has "
             f"{canary.trajectories} trajectories and {canary.tokens} trained tokens, the base "
             f"{base.trajectories} trajectories, needed are {settings.trajectories}",
         )
     gap = canary.logprob_gap
     if not gap <= settings.max_logprob_gap:
-        return Judgement(
-            outcome=CanaryVerdict.ROLL_BACK,
-            reason=f"log-prob gap {gap:.4f} above {settings.max_logprob_gap:g}",
-        )
+        return _roll_back(f"log-prob gap {gap:.4f} above {settings.max_logprob_gap:g}")
     drop = base.mean_reward - canary.mean_reward
     if not drop <= settings.max_reward_drop:
-        return Judgement(
-            outcome=CanaryVerdict.ROLL_BACK,
-            reason=f"mean reward {canary.mean_reward:.4f}, the base's {base.mean_reward:.4f}: "
+        return _roll_back(
+            f"mean reward {canary.mean_reward:.4f}, the base's {base.mean_reward:.4f}: "
             f"{drop:.4f} lower, allowed {settings.max_reward_drop:g}",
         )
     return Judgement(
         outcome=CanaryVerdict.PROMOTE, reason=f"{canary.trajectories} trajectories in bounds"
     )
+
+
+def _roll_back(reason: str) -> Judgement:
+    return Judgement(outcome=CanaryVerdict.ROLL_BACK, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -77,6 +78,13 @@ class TurnValues:
     """[5, t] float16."""
 
 
+class _StoredFile(NamedTuple):
+    size_bytes: int
+    stored_s: float
+    """Time of the file."""
+    trajectories: frozenset[str]
+
+
 class TokenValueFiles:
     """The stored steps. Blocks; not thread-safe."""
 
@@ -93,19 +101,15 @@ class TokenValueFiles:
         self._most_bytes = most_bytes
         self._most_age_s = most_age_s
         self._clock = clock
-        self._stored_s: dict[int, float] = {}
-        """Time of each step's file."""
-        self._sizes: dict[int, int] = {}
-        """Bytes of each step's file."""
-        self._trajectories: dict[int, frozenset[str]] = {}
-        """Trajectories of each step."""
+        self._files: dict[int, _StoredFile] = {}
+        """By step."""
         self._steps: dict[str, int] = {}
         """Step that trained a trajectory."""
 
     @property
     def size_bytes(self) -> int:
         """Size of all files."""
-        return sum(self._sizes.values())
+        return sum(one.size_bytes for one in self._files.values())
 
     def open(self) -> None:
         """Read the headers of all files, and remove unfinished and unreadable ones."""
@@ -126,7 +130,7 @@ class TokenValueFiles:
     def expire(self) -> None:
         """Remove the steps beyond the age."""
         oldest_s = self._clock() - self._most_age_s
-        for step in [one for one, stored_s in self._stored_s.items() if stored_s < oldest_s]:
+        for step in [step for step, one in self._files.items() if one.stored_s < oldest_s]:
             self._remove(step)
 
     def write(self, values: StepValues) -> None:
@@ -160,7 +164,7 @@ class TokenValueFiles:
 
     def forget_after(self, step: int) -> None:
         """Remove the steps after `step`, which a rewind has taken back."""
-        for later in [one for one in self._sizes if one > step]:
+        for later in [one for one in self._files if one > step]:
             self._remove(later)
 
     def read(self, trajectory_id: str) -> list[TurnValues]:
@@ -176,13 +180,12 @@ class TokenValueFiles:
             raise DataLoss(f"the token values of step {step} cannot be read: {error}") from error
 
     def _enter(self, about: _About, size_bytes: int, *, stored_s: float) -> None:
-        self._sizes[about.step] = size_bytes
-        self._stored_s[about.step] = stored_s
-        self._trajectories[about.step] = frozenset(turn.trajectory_id for turn in about.turns)
-        self._steps.update(dict.fromkeys(self._trajectories[about.step], about.step))
+        trajectories = frozenset(turn.trajectory_id for turn in about.turns)
+        self._files[about.step] = _StoredFile(size_bytes, stored_s, trajectories)
+        self._steps.update(dict.fromkeys(trajectories, about.step))
 
     def _make_room(self) -> None:
-        for oldest in sorted(self._sizes):
+        for oldest in sorted(self._files):
             if self.size_bytes <= self._most_bytes:
                 return
             self._remove(oldest)
@@ -197,9 +200,8 @@ class TokenValueFiles:
             self._path(step).unlink(missing_ok=True)
 
     def _forget(self, step: int) -> None:
-        self._sizes.pop(step, None)
-        self._stored_s.pop(step, None)
-        for trajectory_id in self._trajectories.pop(step, ()):
+        stored = self._files.pop(step, None)
+        for trajectory_id in stored.trajectories if stored is not None else ():
             # A later step may have trained it since.
             if self._steps.get(trajectory_id) == step:
                 del self._steps[trajectory_id]

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,7 +38,7 @@ from services.console.data.trajectories.token_texts import TokenTexts
 from services.console.data.trajectories.token_values import TokenValuesCache
 from services.console.data.trajectories.trajectory_cache import TrajectoryCache
 from services.console.data.trajectories.trajectory_list import TrajectoryList
-from services.console.data.weights_view import WeightsView
+from services.console.data.weights_view import read_weights
 from services.console.http.access import AccessRules
 from services.console.http.actions import Actions
 from services.console.http.events import Viewers
@@ -269,7 +270,7 @@ class Console:
             "weights": Poll(
                 "weights",
                 news,
-                WeightsView(cast(WeightSteering, self.steering)).read,
+                partial(read_weights, cast(WeightSteering, self.steering)),
                 period_s=0.05,
                 timeout_s=5.0,
             ),
