@@ -54,7 +54,8 @@ _METRICS_S = 5.0
 _TEXTS = ("agents", "console", "gateway", "runner")
 """Processes that handle texts of agents, by the beginning of their names."""
 _SECRET_FILES = (
-    *("key_file", "token_file", "token_state_file", "etcd_password_file"),
+    *("key_file", "token_file", "token_state_file", "rank_token_file"),
+    "etcd_password_file",
     *("tls_key", "command_tls_key"),
 )
 

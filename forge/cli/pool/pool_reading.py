@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
@@ -33,6 +32,7 @@ from forge.cli.pool.trajectory_view import TrajectoryView
 from forge.client.stored.pool import PoolReader
 from forge.client.stored.rollout_tables import known_tables
 from forge.client.stored.token_values import TokenValuesReader
+from forge.core.clocks import local_time_text
 from forge.core.enum_words import enum_word
 from forge.core.errors import NotFound
 from forge.core.trajectory import parse_trajectory_id
@@ -57,10 +57,9 @@ class _FirstRows:
     """Prints rows as lines of JSON, or collects them in a table, up to a limit; 0: all."""
 
     def __init__(self, table: Table, *, limit: int, as_json: bool) -> None:
-        self.table = table
-        self.more = False
+        self._table = table
+        self._more = False
         """True once there was a row beyond the limit."""
-        self.hint = f"There are more than these {limit}: see --limit."
         self._limit = limit
         self._as_json = as_json
         self._shown = 0
@@ -69,14 +68,21 @@ class _FirstRows:
         """Add messages with their cells; False if there are more than the limit."""
         for message, cells in rows:
             if self._limit and self._shown == self._limit:
-                self.more = True
+                self._more = True
                 return False
             self._shown += 1
             if self._as_json:
                 _print_json(message)
             else:
-                self.table.add_row(*cells)
+                self._table.add_row(*cells)
         return True
+
+    def finish(self) -> None:
+        """Print the table, and on stderr whether there are more rows."""
+        if not self._as_json:
+            console.print(self._table)
+        if self._more:
+            sys.stderr.write(f"There are more than these {self._limit}: see --limit.\n")
 
 
 def _match_cells(match: pool_pb2.SearchTrajectoriesResponse.Match) -> list[str]:
@@ -98,11 +104,7 @@ async def list_trajectories(
             _name_damaged(page.shard, page.damaged)
             if not found.add((summary, _cells(summary)) for summary in page.trajectories):
                 break
-    if as_json:
-        return
-    console.print(found.table)
-    if found.more:
-        console.print(found.hint)
+    found.finish()
 
 
 async def search_trajectories(
@@ -124,10 +126,7 @@ async def search_trajectories(
             without_text += page.turns_without_text
             if not found.add((match, _match_cells(match)) for match in page.matches):
                 break
-    if not as_json:
-        console.print(found.table)
-    if found.more:
-        sys.stderr.write(f"{found.hint}\n")
+    found.finish()
     if freed or without_text:
         sys.stderr.write(
             f"Not searched: {freed} trajectories that were freed, {without_text} turns without "
@@ -282,7 +281,7 @@ def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int) -> None:
             f"oldest pending group: {stats.oldest_pending_task_id} at index "
             f"{stats.oldest_pending_queue_index}"
             + (
-                f"; oldest waiting seal {_time(stats.oldest_pending_closed_unix_s)}"
+                f"; oldest waiting seal {local_time_text(stats.oldest_pending_closed_unix_s)}"
                 if stats.oldest_pending_closed_unix_s
                 else ""
             )
@@ -299,7 +298,7 @@ def _cells(summary: common_pb2.TrajectorySummary) -> tuple[str, ...]:
         summary.trajectory_id,
         summary.domain,
         _state(summary.state) + (" (freed)" if summary.freed else ""),
-        _time(summary.sealed_unix_s),
+        local_time_text(summary.sealed_unix_s) if summary.sealed_unix_s else "",
         str(summary.turns),
         str(summary.sampled_tokens),
         versions if summary.min_weight_version >= 0 else "",
@@ -309,13 +308,6 @@ def _cells(summary: common_pb2.TrajectorySummary) -> tuple[str, ...]:
 
 def _state(state: common_pb2.TrajectoryState.ValueType) -> str:
     return enum_word(common_pb2.TrajectoryState, state)
-
-
-def _time(unix_s: float) -> str:
-    """Returns the time in the local time zone."""
-    if not unix_s:
-        return ""
-    return f"{datetime.fromtimestamp(unix_s, UTC).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def _print_json(message: Message) -> None:

@@ -32,7 +32,8 @@ def target_groups(instances: Iterable[Instance], *, cluster: str) -> list[dict[s
 
 
 async def write_targets(at: Connection, *, file: Path | None, every_s: float | None) -> None:
-    """Prints the targets, or keeps `file` up to date every `every_s` seconds.
+    """Prints the targets, or keeps `file` up to date every `every_s` seconds; None and 0: read
+    once.
 
     During an outage of etcd the file stays as it is. Raises `Unavailable` at the first reading,
     `InvalidArgument` for a file that cannot be written.
@@ -51,7 +52,7 @@ async def write_targets(at: Connection, *, file: Path | None, every_s: float | N
                 if text != shown:
                     _put(text, file)
                 shown = text
-            if every_s is None:
+            if not every_s:
                 return
             await asyncio.sleep(every_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -54,3 +55,11 @@ async def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     at: Any = Directory()
     with pytest.raises(InvalidArgument, match=r"--file .*absent/targets\.json"):
         await write_targets(at, file=tmp_path / "absent" / "targets.json", every_s=None)
+
+
+async def test_targets_are_read_once_without_a_time_between_readings(tmp_path: Path) -> None:
+    """`--every 0s` would read etcd without a pause."""
+    at: Any = Directory()
+    async with asyncio.timeout(60.0):
+        await write_targets(at, file=tmp_path / "targets.json", every_s=0.0)
+    assert (tmp_path / "targets.json").exists()
