@@ -21,7 +21,6 @@ from forge.agents.sandbox.process_sandbox import ProcessSandbox
 from forge.agents.sandbox.program_sandbox import SANDBOX
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring.reward_pool import RewardLimits, RewardPool
-from forge.agents.scoring.scoring import Scorer
 from forge.agents.token_renewal import TokenRenewal
 from forge.client.scheduler import START_KEY, SyncScheduler, leads, scheduler_remote
 from forge.core.errors import ConfigError, FailedPrecondition
@@ -162,7 +161,7 @@ class RunnerApp:
             ),
             scaffolds=self._scaffolds,
             domain=self._domains.get,
-            scorer=Scorer(self._rewards),
+            rewards=self._rewards,
             limits=RolloutLimits(rollout_s=config.rollout_timeout_s, max_tokens=config.max_tokens),
         )
 
@@ -234,20 +233,15 @@ def plugin_checks(config: RunnerConfig) -> Iterator[Callable[[], object]]:
     """Checks of the command, scaffolds, domains and reward functions, each without the others."""
     yield lambda: _make_scaffolds(config)
     for entry in config.domains:
-        yield partial(_load_domain, entry)
+        yield partial(_load_named, "domains", entry, _make_domain)
     yield lambda: asyncio.run(_check_rewards(config))
     for entry in config.scaffolds:
-        yield partial(_load_named, "scaffolds", entry)
+        yield partial(_load_named, "scaffolds", entry, load_attribute)
 
 
-def _load_domain(entry: str) -> None:
-    for reference in named_references("domains", [entry]).values():
-        _make_domain(reference)
-
-
-def _load_named(setting: str, entry: str) -> None:
+def _load_named(setting: str, entry: str, load: Callable[[str], object]) -> None:
     for reference in named_references(setting, [entry]).values():
-        load_attribute(reference)
+        load(reference)
 
 
 async def _check_rewards(config: RunnerConfig) -> None:

@@ -21,7 +21,8 @@ from forge.agents.rewards import RewardTask
 from forge.agents.rollout import Gateway, Rollout, RolloutResult, Scaffold
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.agents.scaffolds import Scaffolds
-from forge.agents.scoring.scoring import Scorer
+from forge.agents.scoring.reward_pool import RewardPool
+from forge.agents.scoring.scoring import score
 from forge.client.sessions.session import AgentSession
 from forge.core.enum_words import enum_name
 from forge.core.errors import (
@@ -84,7 +85,7 @@ class Attempts:
     gateways: Gateways
     scaffolds: Scaffolds
     domain: Callable[[str], Domain]
-    scorer: Scorer
+    rewards: RewardPool
     limits: RolloutLimits
 
     async def run(self, lease: pb.RolloutLease) -> RolloutResult:
@@ -159,7 +160,7 @@ class Attempts:
         try:
             transcript = await self._run_scaffold(plan, rollout, episode)
             ended_s = time.monotonic()
-            events = await self.scorer.score(plan.domain, episode, transcript, task)
+            events = await score(self.rewards, plan.domain, episode, transcript, task)
             return transcript, events, ended_s
         finally:
             await episode.close()

@@ -149,7 +149,7 @@ class Runner:
                 continue
             request = pb.LeaseRolloutsRequest(max_rollouts=free, wait_s=self._lease_wait_s)
             request.MergeFrom(self._identity())
-            response = await self._ask("LeaseRollouts", request, self._lease_wait_s + CALL_S)
+            response = await self._lease(request)
             if response is None:
                 continue
             self._note_drain(response.draining)
@@ -251,16 +251,17 @@ class Runner:
             self._leased.pop(lease_id, None)
         self._changed.set()
 
-    async def _ask(self, method: str, request: Any, timeout_s: float) -> Any | None:
+    async def _lease(self, request: pb.LeaseRolloutsRequest) -> Any | None:
         """Returns the scheduler's response; None, after a pause, for a failed call.
 
         Raises `Unauthenticated` and `PermissionDenied`, which no retry can repair.
         """
         try:
-            return await self._scheduler(method, request, timeout_s=timeout_s)
+            timeout_s = self._lease_wait_s + CALL_S
+            return await self._scheduler("LeaseRollouts", request, timeout_s=timeout_s)
         except (Unauthenticated, PermissionDenied):
             raise
         except ForgeError as error:
-            log.warning("scheduler_unreachable", method=method, error=str(error))
+            log.warning("scheduler_unreachable", method="LeaseRollouts", error=str(error))
             await asyncio.sleep(PAUSE_S)
             return None

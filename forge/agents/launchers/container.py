@@ -30,7 +30,7 @@ from forge.agents.launchers.gateway_network import (
 )
 from forge.agents.sandbox import seccomp
 from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID
-from forge.agents.sandbox.child import end_group, last_lines, start_turn
+from forge.agents.sandbox.child import end_group, last_line, last_lines, start_turn
 from forge.core.errors import ConfigError, InvalidArgument
 from forge.runtime.concurrency import child_start
 from forge.runtime.concurrency.child_start import ChildProcess
@@ -223,8 +223,8 @@ class ContainerLauncher:
         output, errors = await process.communicate()
         if process.returncode == 0:
             return output.decode(errors="replace").strip()
-        lines = last_lines(errors.decode(errors="replace"), chars=300) or ["no reason"]
-        text = f"{shlex.join([*self._engine, *words[:2]])}: {lines[-1]}"
+        reason = last_line(errors, chars=300, otherwise="no reason")
+        text = f"{shlex.join([*self._engine, *words[:2]])}: {reason}"
         raise ConfigError(f"{failure}: {text}") if failure else RuntimeError(text)
 
 

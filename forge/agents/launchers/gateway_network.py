@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from forge.agents.launchers import namespace_listeners
 from forge.agents.launchers.handover import Handover
 from forge.agents.rollout import Gateway
-from forge.agents.sandbox.child import last_lines, start_turn
+from forge.agents.sandbox.child import last_line, start_turn
 from forge.runtime.concurrency import child_start
 
 CONNECTIONS: Final = 64
@@ -85,8 +85,8 @@ async def _open(pid: int, addresses: list[Address], directory: str) -> list[int]
         parcel = await handover.receive()
         _, errors = await process.communicate()
     if parcel is None:
-        lines = last_lines(errors.decode(errors="replace"), chars=200)
-        raise RuntimeError(f"no network to the gateway: {(lines or ['the helper ended'])[-1]}")
+        reason = last_line(errors, chars=200, otherwise="the helper ended")
+        raise RuntimeError(f"no network to the gateway: {reason}")
     return parcel.descriptors
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -21,8 +20,8 @@ from forge.agents.launchers import entry
 from forge.agents.launchers.base import ANSWER, Program, ProgramLimits, Request, read_answer
 from forge.agents.launchers.gateway_network import gateway_addresses, gateway_network, hosts_file
 from forge.agents.launchers.handover import Handover
-from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
-from forge.agents.sandbox.child import end_group, last_lines
+from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, interpreter, remedy
+from forge.agents.sandbox.child import end_group, last_line
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.installations import names_file
 from forge.agents.sandbox.process_sandbox import ProcessSandbox
@@ -76,7 +75,9 @@ class SandboxLauncher:
             stack.push_async_callback(end_group, process)
             parcel = await handover.receive()
             if parcel is None:
-                raise RuntimeError(f"the sandbox did not start: {await _last_line(process)}")
+                assert process.stderr
+                reason = last_line(await process.stderr.read(), chars=200, otherwise="no reason")
+                raise RuntimeError(f"the sandbox did not start: {reason}")
             (answers,) = parcel.descriptors
             stack.callback(os.close, answers)
             if not self._sandbox.network:
@@ -104,7 +105,7 @@ class SandboxLauncher:
         user = UNPRIVILEGED_ID if os.getuid() == 0 else 0
         numbers = (channel, self._limits.memory_bytes, self._limits.processes, user)
         # The interpreter without its virtual environment starts faster.
-        first = (os.path.realpath(sys.executable), "-I", "-S", str(Path(entry.__file__)))
+        first = (interpreter(), "-I", "-S", str(Path(entry.__file__)))
         async with sandbox.command(*first, *map(str, numbers), self._home, *request.words) as (
             command,
             descriptors,
@@ -141,9 +142,3 @@ def _certificates(files: Mapping[str, str]) -> tuple[dict[str, str], dict[str, s
 
 def _over_limit(group: ControlGroup) -> str:
     return "over its limit on memory" if group.over_limit() else ""
-
-
-async def _last_line(process: ChildProcess) -> str:
-    assert process.stderr
-    lines = last_lines((await process.stderr.read()).decode(errors="replace"), chars=200)
-    return lines[-1] if lines else "no reason"

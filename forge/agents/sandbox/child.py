@@ -108,3 +108,8 @@ def last_lines(text: str, *, chars: int) -> list[str]:
         if chars < 0:
             break
     return kept[::-1]
+
+
+def last_line(output: bytes, *, chars: int, otherwise: str) -> str:
+    """Returns the last line that is not blank, cut to `chars`; `otherwise` without one."""
+    return (last_lines(output.decode(errors="replace"), chars=chars) or [otherwise])[-1]

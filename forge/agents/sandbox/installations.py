@@ -28,18 +28,18 @@ def shown_directories(programs: Collection[str]) -> Iterator[Path]:
         if program in seen or not program.is_file():
             continue
         seen.add(program)
-        yield from _installation(program)
+        yield _installation(program)
         waiting += _followed(program)
 
 
-def _installation(program: Path) -> Iterator[Path]:
+def _installation(program: Path) -> Path:
     directory = program.parent
     directory = directory.parent if directory.name == "bin" else directory
     home = Path.home()
     # ~/.local has keyrings beside programs, /var has data of services.
     shared = directory.parent == home and directory.name.startswith(".")
     shared |= home.is_relative_to(directory) or len(directory.parts) <= 2
-    yield program if shared else directory
+    return program if shared else directory
 
 
 def _followed(program: Path) -> Iterator[Path]:

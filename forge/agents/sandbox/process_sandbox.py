@@ -19,7 +19,7 @@ from subprocess import DEVNULL, PIPE
 from typing import Final
 
 from forge.agents.sandbox import bubblewrap, seccomp
-from forge.agents.sandbox.child import clean_environment, end_group, last_lines, start_turn
+from forge.agents.sandbox.child import clean_environment, end_group, last_line, start_turn
 from forge.agents.sandbox.installations import is_within, shown_directories, without_home
 from forge.core.errors import ConfigError, FailedPrecondition
 from forge.runtime.concurrency import child_start
@@ -96,8 +96,8 @@ class ProcessSandbox:
             return _late()
         finally:
             await end_group(probe)
-        lines = last_lines(errors.decode(errors="replace"), chars=200)
-        return (lines[-1] if lines else "bwrap failed") if probe.returncode else ""
+        reason = last_line(errors, chars=200, otherwise="bwrap failed")
+        return reason if probe.returncode else ""
 
     def environment(self, passed: Collection[str]) -> dict[str, str]:
         """Returns the variables of the process."""
@@ -118,7 +118,7 @@ class ProcessSandbox:
                     contents += ("--perms", "0444", "--ro-bind-data", str(content), path)
                     descriptors.append(content)
                 # A thread, because hundreds of paths are looked up.
-                file_system = await asyncio.to_thread(self._file_system, contents)
+                file_system = await asyncio.to_thread(lambda: tuple(self._mounts(contents)))
                 command = (
                     bubblewrap.executable(),
                     *bubblewrap.namespaces(network=self.network),
@@ -128,9 +128,6 @@ class ProcessSandbox:
                     *words,
                 )
                 yield command, tuple(descriptors)
-
-    def _file_system(self, contents: Sequence[str]) -> tuple[str, ...]:
-        return tuple(self._mounts(contents))
 
     def _mounts(self, contents: Sequence[str]) -> Iterator[str]:
         """Later entries cover earlier ones. `contents`: the words of `files`."""

@@ -23,7 +23,7 @@ from typing import Final
 
 from forge.agents.sandbox import bubblewrap, seccomp
 from forge.agents.sandbox.bubblewrap import Bubblewrap
-from forge.agents.sandbox.child import kill_group, start_turn
+from forge.agents.sandbox.child import end_group, kill_group, start_turn
 from forge.agents.sandbox.control_groups import CONTROL_GROUPS, ControlGroup
 from forge.agents.sandbox.own_time import OutOfTime, within
 from forge.core.errors import FailedPrecondition
@@ -157,8 +157,7 @@ class Sandbox:
                     process, program.encode(errors="replace"), wall_s=wall_s
                 )
             finally:
-                kill_group(process)
-                await process.wait()
+                await end_group(process)
         return ProgramResult(output=output, error=error)
 
     def _slot(self) -> asyncio.Semaphore:

@@ -30,8 +30,8 @@ from forge.agents.sandbox.bubblewrap import UNPRIVILEGED_ID, remedy
 from forge.agents.sandbox.child import (
     OutputTail,
     clean_environment,
+    end_group,
     how_it_ended,
-    kill_group,
     killed_from_outside,
     last_lines,
 )
@@ -88,7 +88,7 @@ class _CallResult(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Died(Exception):
-    """The process ended or sent an invalid answer; the message has the details."""
+    """The process has given no valid answer: it ended; the message has the details."""
 
     cause = "died"
 
@@ -99,8 +99,10 @@ class _Killed(_Died):
     cause = "killed"
 
 
-class _Timeout(Exception):
+class _Timeout(_Died):
     """The time limit of a call is reached."""
+
+    cause = "timeout"
 
 
 class _Retryable(Exception):
@@ -189,8 +191,6 @@ class RewardPool:
             answer = await self._answer(worker, reference, arguments)
         except _Died as death:
             answer = _CallResult(call=0, error=str(death), cause=death.cause)
-        except _Timeout as timeout:
-            answer = _CallResult(call=0, error=str(timeout), cause="timeout")
         if not answer.error:
             return answer.rewards
         if not fresh and answer.cause in ("died", "killed", "memory"):
@@ -200,8 +200,7 @@ class RewardPool:
     async def _answer(
         self, worker: _Worker, reference: str, arguments: Mapping[str, Any]
     ) -> _CallResult:
-        """Returns the worker's answer; then the worker is idle or ended. Raises `_Died`,
-        `_Timeout`."""
+        """Returns the worker's answer; then the worker is idle or ended. Raises `_Died`."""
         keep = False
         try:
             answer = await self._load(worker, reference)
@@ -300,8 +299,7 @@ class _Worker:
         """Kills the process and its children, and waits for their end."""
         if self._process is None:
             return
-        kill_group(self._process)
-        await self._process.wait()
+        await end_group(self._process)
         assert self._reading
         await asyncio.wait([self._reading], timeout=LAST_LINES_S)
         self._reading.cancel()

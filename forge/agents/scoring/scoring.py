@@ -21,27 +21,25 @@ class ScoringError(ForgeError):
     """A domain or a reward function returned invalid rewards."""
 
 
-class Scorer:
-    """Scores the rollouts of one runner."""
+async def score(
+    functions: RewardPool,
+    domain: Domain,
+    episode: Episode,
+    transcript: Transcript,
+    task: RewardTask,
+) -> list[pb.RewardEvent]:
+    """Returns the reward events of one rollout. Raises `ScoringError`, `RewardError`.
 
-    def __init__(self, functions: RewardPool) -> None:
-        self._functions = functions
-
-    async def score(
-        self, domain: Domain, episode: Episode, transcript: Transcript, task: RewardTask
-    ) -> list[pb.RewardEvent]:
-        """Returns the reward events of one rollout. Raises `ScoringError`, `RewardError`.
-
-        The components of a reward function are added to the domain's score; its outcome replaces
-        the domain's.
-        """
-        rewards = _checked(episode.score(transcript), domain.name)
-        if domain.name in self._functions.domains:
-            user_rewards = await self._functions.score(transcript, task)
-            if any(reward.kind == "outcome" for reward in user_rewards):
-                rewards = [reward for reward in rewards if reward.kind != "outcome"]
-            rewards += _checked(user_rewards, domain.name)
-        return _events(rewards, transcript.turns, domain.name)
+    The components of a reward function are added to the domain's score; its outcome replaces the
+    domain's.
+    """
+    rewards = _checked(episode.score(transcript), domain.name)
+    if domain.name in functions.domains:
+        user_rewards = await functions.score(transcript, task)
+        if any(reward.kind == "outcome" for reward in user_rewards):
+            rewards = [reward for reward in rewards if reward.kind != "outcome"]
+        rewards += _checked(user_rewards, domain.name)
+    return _events(rewards, transcript.turns, domain.name)
 
 
 def _checked(returned: object, domain: str) -> list[Reward]:

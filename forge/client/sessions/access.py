@@ -49,11 +49,6 @@ class Access:
             tls_key=environ.get("FORGE_TLS_KEY", ""),
         )
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call."""
-        return (("authorization", f"Bearer {self.token}"),)
-
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Return TLS credentials, or None for plain TCP. Raises `ConfigError` for missing files."""
         if bool(self.tls_cert) != bool(self.tls_key):

@@ -38,8 +38,8 @@ class SessionClient:
         self.info: SessionInfo | None = None
         self._channel = channel
         self._stub: Any = stub or gateway_pb2_grpc.GatewayServiceStub(channel)
-        self._metadata = Access(address="", token=token).metadata
-        self._grading = Access(address="", token=grader_token or token).metadata
+        self._metadata = _metadata(token)
+        self._grading = _metadata(grader_token or token)
         self._owns_rollout = owns_rollout
         self._owns_channel = owns_channel
         self._timeout_s = timeout_s
@@ -81,3 +81,7 @@ class SessionClient:
             else cls.grpc_library.insecure_channel(access.address, options=CHANNEL_OPTIONS)
         )
         return cls(channel, access.token, owns_channel=True, **options)
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)

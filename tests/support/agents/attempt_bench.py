@@ -12,7 +12,6 @@ from forge.agents.domains import Domains
 from forge.agents.gateways import Gateways
 from forge.agents.scaffolds import Scaffolds
 from forge.agents.scoring.reward_pool import RewardLimits, RewardPool
-from forge.agents.scoring.scoring import Scorer
 from forge.runtime.rpc.channel import Channels
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
@@ -52,7 +51,7 @@ class Bench:
             ),
             scaffolds=self.scaffolds,
             domain=Domains({"sums": domain or SumDomain()}, rewarded=rewards.domains).get,
-            scorer=Scorer(rewards),
+            rewards=rewards,
             limits=RolloutLimits(rollout_s=rollout_s, max_tokens=32),
         )
         try:
