@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,9 +83,9 @@ def routed(passed: RoutePass | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def recomputed_with_routes() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of torch.utils.checkpoint: the recomputation has the routes of the forward."""
-    return nullcontext(), routed(_CURRENT.get())
+def current_routes() -> RoutePass | None:
+    """The routes of the pass that computes now."""
+    return _CURRENT.get()
 
 
 class _Topk(TorchFunctionMode):

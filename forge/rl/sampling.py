@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _NUCLEUS_GUESS = 256
@@ -62,10 +62,10 @@ def race_noise(
         return device_race_noise(seeds_B, positions_B, vocabulary=vocabulary)
     counter = np.asarray(positions, dtype=np.uint64)
     count = -(-vocabulary // _BLOCK) + _BLOCK
-    # Three rounds of splitmix64. The mixing relies on the wrap-around of uint64.
-    mixed_B = _mix(_mix(state + _GOLDEN) + counter * _GOLDEN)
+    # Three rounds of splitmix64.
+    mixed_B = mixed(mixed(state + GOLDEN) + counter * GOLDEN)
     numbers_N = np.arange(1, count + 1, dtype=np.uint64)
-    mixed_BN = _mix(mixed_B[:, None] + numbers_N * _GOLDEN)
+    mixed_BN = mixed(mixed_B[:, None] + numbers_N * GOLDEN)
     uniform_BN = (mixed_BN >> np.uint64(11)).astype(np.float64) * 2.0**-53
     # Between 0 and 1, both excluded: a noise of 0 would win for a token without probability.
     return torch.from_numpy(-np.log1p(-(uniform_BN + 2.0**-54)))
@@ -77,7 +77,7 @@ def device_race_noise(
     """`race_noise` on the device of its int64 arguments, seeds modulo 2^64; equal up to the last
     bit of the logarithm."""
     count = -(-vocabulary // _BLOCK) + _BLOCK
-    golden = _signed(_GOLDEN)
+    golden = _signed(GOLDEN)
     mixed_B = _device_mix(_device_mix(seeds_B + golden) + positions_B * golden)
     numbers_N = torch.arange(1, count + 1, device=seeds_B.device)
     mixed_BN = _device_mix(mixed_B[:, None] + numbers_N * golden)
@@ -151,11 +151,12 @@ def _kept(whole_BV: torch.Tensor, cut_BV: torch.Tensor, greedy_B: torch.Tensor) 
     return torch.where(greedy_B, 0.0, kept_B)
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
+def mixed(state: np.ndarray) -> np.ndarray:
+    """The mixing step of splitmix64 for each uint64, which relies on their wrap-around."""
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
-    mixed: np.ndarray = state ^ (state >> np.uint64(31))
-    return mixed
+    last: np.ndarray = state ^ (state >> np.uint64(31))
+    return last
 
 
 def _signed(number: np.uint64) -> int:

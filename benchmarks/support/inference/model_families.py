@@ -33,7 +33,7 @@ from forge.rl.model.probe import (
     randomize,
     relative_error,
 )
-from forge.rl.model.small_config import THRESHOLD, WINDOW, small_config, text_config
+from forge.rl.model.small_config import THRESHOLD, WINDOW, small_config
 
 SEED = 11
 ROPE = {"rope_theta": 10000.0}
@@ -207,7 +207,7 @@ def build(family: Family) -> Any:
     """
     config = small_config(family.config())
     for name, value in family.small.items():
-        setattr(text_config(config), name, value)
+        setattr(config.get_text_config(decoder=True), name, value)
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomize(model)

@@ -93,10 +93,7 @@ def _updates(update: BatchPlan, policy: TreePolicy) -> Iterator[GroupUpdate]:
 
 def spans_of(tree: TreeBatch) -> tuple[Span, ...]:
     """Layout range of each pass of a tree."""
-    firsts = [int(part.places_L[0]) for part in tree.parts]
-    return tuple(
-        (first, first + part.tokens) for first, part in zip(firsts, tree.parts, strict=True)
-    )
+    return tuple(part.span for part in tree.parts)
 
 
 def with_passes(tree: TreeBatch, spans: Sequence[Span]) -> TreeBatch:

@@ -22,7 +22,7 @@ from forge.core.prefix_tree import Sample
 from forge.rl.config import LearnerConfig
 from forge.rl.learner.batch_plan import BatchPlan, whole_plan
 from forge.rl.learner.critic import Critic, critic_stats
-from forge.rl.learner.share import Frozen, Share, credits_of_all, of_all, share_of, token_stats
+from forge.rl.learner.share import Frozen, Share, of_all, share_of, token_stats
 from forge.rl.learner.token_budget import TokenBudget
 from forge.rl.learner.tree_tokens import Reference, TreeTokens
 from forge.rl.learner.types import StepResult, Update
@@ -114,6 +114,7 @@ class Learner:
         parts, skipped, cut_short = self._updates(plan, weight_version)
         self._optimizer.zero_grad()
         frozen = [one for part in parts for one in part.frozen]
+        credits = [one.credit for one in frozen if one.credit is not None]
         stats = [one for part in parts for one in part.stats]
         return StepResult(
             loss=fmean([part.loss for part in parts]),
@@ -123,7 +124,7 @@ class Learner:
             domains=domain_stats(stats, weight_version=weight_version),
             engines=engine_stats(stats, weight_version=weight_version),
             token_values=token_values(stats, keep),
-            critic=critic_stats(credits_of_all(frozen, self.policy.world)),
+            critic=critic_stats(of_all(credits, self.policy.world)),
             balance_loss=fmean([part.balance_loss for part in parts]),
             mtp=mean_stats([part.mtp for part in parts]),
             replay=summed_stats([part.replay for part in parts]),

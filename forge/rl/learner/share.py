@@ -9,8 +9,8 @@ Shapes: T trained tokens, S samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from forge.rl.model.policy import TreePolicy
 from forge.rl.parallel.rounds import Rounds, TreeCost, divide
 from forge.rl.parallel.world import World
 from forge.rl.tree.batch import TreeBatch, idle_tree
+
+Columns = TypeVar("Columns", TokenStats, Credit)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,32 +87,18 @@ def group_trees(
     return own
 
 
-def of_all(stats: Sequence[TokenStats], world: World) -> list[TokenStats]:
-    """The statistics of all data groups on rank 0."""
-    return world.gathered([_on_host(one) for one in stats]) if world.data else list(stats)
+def of_all(own: Sequence[Columns], world: World) -> list[Columns]:
+    """The columns of all data groups on rank 0."""
+    return list(own) if world.data is None else world.gathered([_on_host(one) for one in own])
 
 
-def credits_of_all(frozen: Sequence[Frozen], world: World) -> list[Credit]:
-    """Credits of the critic in all data groups, on rank 0."""
-    credits = [one.credit for one in frozen if one.credit is not None]
-    if world.data is None:
-        return credits
-    return world.gathered([_credit_on_host(one) for one in credits])
-
-
-def _on_host(stats: TokenStats) -> TokenStats:
+def _on_host(columns: Columns) -> Columns:
     moved: dict[str, Any] = {
-        name: value.detach().cpu()
-        for name in TokenStats.__dataclass_fields__
-        if isinstance(value := getattr(stats, name), torch.Tensor)
+        field.name: value.detach().cpu()
+        for field in fields(columns)
+        if isinstance(value := getattr(columns, field.name), Tensor)
     }
-    return replace(stats, **moved)
-
-
-def _credit_on_host(credit: Credit) -> Credit:
-    return Credit(
-        values=credit.values.cpu(), targets=credit.targets.cpu(), advantages=credit.advantages.cpu()
-    )
+    return replace(columns, **moved)
 
 
 def token_stats(tree: TreeBatch, tokens: TrainedTokens, share: PassLoss) -> TokenStats:

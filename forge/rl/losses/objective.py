@@ -78,16 +78,11 @@ class Objective:
         """Whether one ratio is that of all trained tokens of a trajectory."""
         self._loss = self._objective()
 
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether log-probs of a teacher are needed."""
-        return self.config.teacher_coef > 0
-
     def evaluate(self, tokens: TrainedTokens, size: BatchSize) -> PassLoss:
         """One pass's part of the loss of a batch of this size. Raises `ConfigError` for a custom
         loss that fails or returns something else than a loss per token."""
         penalized = self._penalized(tokens)
-        credited = penalized if self.needs_teacher else tokens
+        credited = penalized if self.config.teacher_coef > 0 else tokens
         weights_T = correction_weights(self.correction, credited)
         masked_T = _zeros(tokens, torch.bool)
         if weights_T is not None:
@@ -120,10 +115,10 @@ class Objective:
     def _penalized(self, tokens: TrainedTokens) -> TrainedTokens:
         """The tokens with the advantages of the KL penalty and of the teacher."""
         config = self.config
-        if self.needs_teacher:
-            earned_T = (
-                torch.zeros_like(tokens.advantages) if config.teacher_only else (tokens.advantages)
-            )
+        if config.teacher_coef > 0:
+            earned_T = tokens.advantages
+            if config.teacher_only:
+                earned_T = torch.zeros_like(earned_T)
             taught_T = earned_T - config.teacher_coef * tokens.shared(teacher_gaps(tokens))
             tokens = replace(tokens, advantages=taught_T)
         if not config.kl_coef or config.kl_estimator != "k1":

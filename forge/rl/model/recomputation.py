@@ -6,14 +6,14 @@ The recomputation has the same context as the forward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forge.rl import numerics
 from forge.rl.attention.tree_attention import current_tree, over_tree
-from forge.rl.routing import recomputed_with_routes
+from forge.rl.routing import current_routes, routed
 
 
 def recompute_activations(model: Any, *, share: float = 1.0) -> None:
@@ -35,10 +35,11 @@ def recompute_activations(model: Any, *, share: float = 1.0) -> None:
 def recomputed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """`context_fn` of torch.utils.checkpoint: the recomputation has the routes, the tree, the
     attention and the widened parameters of the forward."""
-    forward, routes = recomputed_with_routes()
     attention = numerics.own_attention(used=numerics.uses_own_attention())
     vectors = numerics.wide_vectors(numerics.widened_module())
-    return forward, _nested(routes, over_tree(current_tree()), attention, vectors)
+    return nullcontext(), _nested(
+        routed(current_routes()), over_tree(current_tree()), attention, vectors
+    )
 
 
 @contextmanager

@@ -99,15 +99,10 @@ def small_config(config: Any) -> Any:
     Raises `ValueError` for one with more kinds of layers than a small model holds.
     """
     small = deepcopy(config)
-    text = text_config(small)
+    text = small.get_text_config(decoder=True)
     for one in _configs(small):
         _shrink(one, language=one is text or one is small)
     return small
-
-
-def text_config(config: Any) -> Any:
-    """The part of a configuration that describes the language model."""
-    return config.get_text_config(decoder=True)
 
 
 def _configs(config: Any) -> Iterator[Any]:

@@ -12,7 +12,6 @@ Owns these products alone. Shapes: r rows, C hidden channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,49 +22,33 @@ SLICE_ROWS = 1 << 14
 """Rows of weights that are divided at once: a slice bounds the memory of fp32 remainders."""
 
 
-class Products(Protocol):
-    """The products of a head with one weight matrix."""
-
-    def logits(self, states_rC: Tensor) -> Tensor:
-        """[r, V] of states in fp32."""
-        ...
-
-    def to_states(self, grad_rV: Tensor) -> Tensor:
-        """[r, C] gradient of the states."""
-        ...
-
-    def add_to_weight(self, total_VC: Tensor, grad_rV: Tensor, states_rC: Tensor) -> None:
-        """Adds the gradient of the weight, in place."""
-        ...
-
-
-def products_of(weight_VC: Tensor, *, backbone: torch.dtype | None) -> Products:
+def products_of(weight_VC: Tensor, *, backbone: torch.dtype | None) -> PartProducts | PlainProducts:
     """The fastest products for a weight in fp32 or wider; `backbone` is the type of autocast."""
     narrow = backbone == torch.bfloat16 and weight_VC.dtype == torch.float32
     return PartProducts(weight_VC) if narrow and weight_VC.is_cuda else PlainProducts(weight_VC)
 
 
 class PlainProducts:
-    """In the weight's own type."""
+    """The products of a head with one weight matrix, in its own type."""
 
     def __init__(self, weight_VC: Tensor) -> None:
         self._weight_VC = weight_VC
 
     def logits(self, states_rC: Tensor) -> Tensor:
-        """One product."""
+        """[r, V] of states in fp32."""
         return states_rC @ self._weight_VC.T
 
     def to_states(self, grad_rV: Tensor) -> Tensor:
-        """One product."""
+        """[r, C] gradient of the states."""
         return grad_rV @ self._weight_VC
 
     def add_to_weight(self, total_VC: Tensor, grad_rV: Tensor, states_rC: Tensor) -> None:
-        """One product."""
+        """Adds the gradient of the weight, in place."""
         total_VC.addmm_(grad_rV.T, states_rC)
 
 
 class PartProducts:
-    """In bf16 parts, added in fp32."""
+    """As `PlainProducts`, in bf16 parts, added in fp32."""
 
     def __init__(self, weight_VC: Tensor) -> None:
         self._weights = _weight_parts(weight_VC)

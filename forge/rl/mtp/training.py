@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from forge.rl.collectives import all_reduce
@@ -32,6 +31,7 @@ from forge.rl.mtp.heads import MtpHeads
 from forge.rl.mtp.losses import acceptance, topk_kl, total_variation
 from forge.rl.optimizers import load_moments
 from forge.rl.parallel.context_parallel import sum_gradients
+from forge.rl.parallel.tensor_exchange import share
 from forge.rl.tree.batch import TreeBatch
 from forge.rl.tree.parts import HeadRows, parents
 from forge.rl.tree.states import TreeStates
@@ -127,8 +127,8 @@ class MtpTraining:
         counts_E = torch.bincount(tree.edges_T.cpu(), minlength=len(tree.layout.head.rows_E))
         head, group = tree.layout.head, self._policy.group
         if group is not None:
-            rows, rank, ranks = len(head.places_R), dist.get_rank(group), dist.get_world_size(group)
-            head, edges = head.cut(rows * rank // ranks, rows * (rank + 1) // ranks)
+            rows = share(len(head.places_R), group)
+            head, edges = head.cut(rows.start, rows.stop)
             counts_E = counts_E[edges]
         depths_R, device = tree.layout.positions_L[head.places_R], self._policy.device
         return _Rows(

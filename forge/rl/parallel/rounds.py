@@ -76,7 +76,8 @@ def divide(costs: Sequence[TreeCost], groups: int) -> Rounds:
         chosen += [None] * (groups - len(chosen))
         turn = number % groups
         rounds.append(Round(trees=(*chosen[-turn:], *chosen[:-turn]), passes=passes))
-    span = sum(max(_work(costs, one)) for one in rounds)
+    works = [[costs[index].work for index in one.trees if index is not None] for one in rounds]
+    span = sum(map(max, works))
     return _rounds(rounds, costs, groups=groups, span=span)
 
 
@@ -91,7 +92,3 @@ def _rounds(
         imbalance=groups * span / total - 1.0 if total else 0.0,
         span=span,
     )
-
-
-def _work(costs: Sequence[TreeCost], one: Round) -> list[float]:
-    return [costs[index].work for index in one.trees if index is not None]

@@ -108,9 +108,7 @@ class RelayPrefix:
 
 def relay_prefixes(parts: Sequence[TreePart]) -> list[RelayPrefix]:
     """Access of each part of a tree to a new relay."""
-    starts = [int(part.places_L[0]) for part in parts]
-    spans = [(start, start + part.tokens) for start, part in zip(starts, parts, strict=True)]
-    slots = shared_slots(spans, [part.prefix_P for part in parts])
+    slots = shared_slots([part.span for part in parts], [part.prefix_P for part in parts])
     relay = KvRelay(sum(len(one.own) for one in slots))
     return [
         RelayPrefix(relay=relay, slots=one, states=states)

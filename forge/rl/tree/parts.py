@@ -101,6 +101,12 @@ class TreePart:
         """Tokens of the pass, without the prefix."""
         return self.ids_L.shape[0]
 
+    @property
+    def span(self) -> Span:
+        """Layout range of a part that `cut_part` returned."""
+        start = int(self.places_L[0])
+        return start, start + self.tokens
+
 
 def cut_part(layout: TreeLayout, span: Span) -> TreePart:
     """The part of a layout in a range."""
@@ -136,20 +142,13 @@ def part_nodes(layout: TreeLayout, span: Span) -> tuple[Node, ...]:
 def idle_part(layout: TreeLayout) -> TreePart:
     """A part of one token without effect: a rank without work must join every exchange."""
     part = cut_part(layout, (0, 1))
-    head, none = part.head, part.edges_E[:0]
     return replace(
         part,
         weights_L=torch.zeros_like(part.weights_L),
-        edges_E=none,
-        places_L=none,
+        edges_E=part.edges_E[:0],
+        places_L=part.places_L[:0],
         routes=None,
-        head=replace(
-            head,
-            places_R=none,
-            temperatures_R=head.temperatures_R[:0],
-            rows_E=none,
-            targets_E=none,
-        ),
+        head=part.head.cut(0, 0)[0],
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forge.core.prefix_tree import Sample, TreePlan
 from forge.core.routes import Routes, RouteShape
+from forge.rl.sampling import GOLDEN, mixed
 
 Array = np.ndarray[Any, Any]
 
@@ -140,15 +141,9 @@ def _marks(rows_RX: Array, top_k: int) -> Array:
     marks = np.zeros(len(rows_RX), np.uint64)
     sorted_RX = np.sort(rows_RX.reshape(len(rows_RX), -1, top_k), axis=2).reshape(rows_RX.shape)
     for column in range(rows_RX.shape[1]):
-        marks += _mixed(sorted_RX[:, column].astype(np.uint64) | np.uint64((column + 1) << 32))
+        numbers = sorted_RX[:, column].astype(np.uint64) | np.uint64((column + 1) << 32)
+        marks += mixed(numbers * GOLDEN)
     marks[marks == 0] = 1
     marks[_unknown(rows_RX)] = 0
     marks[0] = 0
     return marks
-
-
-def _mixed(numbers: Array) -> Array:
-    mixed = numbers * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ mixed >> np.uint64(31)

@@ -84,7 +84,7 @@ def relayed_states(parts: Sequence[TreePart]) -> list[RelayedStates]:
     }
     found = []
     for part, prefix in zip(parts, prefixes, strict=True):
-        start = int(part.places_L[0])
+        start, _ = part.span
         wanted = (place - start + len(prefix) for place in begun)
         own = frozenset(one for one in wanted if len(prefix) <= one < len(prefix) + part.tokens)
         found.append(RelayedStates(relay=relay, prefix=prefix, start=start, wanted=own))
