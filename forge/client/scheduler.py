@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 START_KEY = "start_id"
 """Metadata of a runner in discovery: its `LeaseRolloutsRequest.start_id`."""
+TERM_ERROR_KEY = "term_error"
+"""Metadata of a scheduler: why its last term failed."""
 
 
 def scheduler_remote(
@@ -54,11 +56,11 @@ def awaits_shards(instance: Instance) -> bool:
 
 def _why_none_leads(instances: Sequence[Instance]) -> str:
     failed = [
-        f"the last term of {instance.instance_id} failed: {instance.metadata['term_error']}"
+        f"the last term of {instance.instance_id} failed: {instance.metadata[TERM_ERROR_KEY]}"
         for instance in instances
-        if "term_error" in instance.metadata
+        if TERM_ERROR_KEY in instance.metadata
     ]
-    return "; ".join(["no scheduler leads", *failed]) if failed else ""
+    return "; ".join(["no scheduler leads", *failed]) if instances else ""
 
 
 class SyncScheduler:

@@ -63,6 +63,7 @@ CATCH_UPS = counter(
     ["way"],
 )
 REPLICAS_IN_SYNC = gauge(
-    "forge_pool_replicas_in_sync", "Replicas that have every acknowledged write."
+    "forge_pool_replicas_in_sync",
+    "Connected replicas that have every acknowledged write, the leader included.",
 )
 LEADS = gauge("forge_pool_leads", "1 while this instance leads its shard, else 0.")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 
+from forge.client.scheduler import TERM_ERROR_KEY
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.concurrency.tasks import cancel_and_wait, first_done
 from forge.runtime.coordination import Leadership
@@ -20,8 +21,6 @@ from services.scheduler.service import AUDITED, FULL_NAME, SCOPES, SchedulerServ
 from services.scheduler.shards.pool_shards import PoolShards, ShardScans
 
 ELECTION = "scheduler"
-TERM_ERROR_KEY = "term_error"
-"""Metadata key: why the last term of an instance failed."""
 AWAITS = "awaits_shards"
 """Metadata key: pool shards that an elected instance waits for before its term begins."""
 END_S = 30.0

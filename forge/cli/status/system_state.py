@@ -19,7 +19,8 @@ from forge.cli.json_rows import row_of
 from forge.cli.local_run.stack import READY_KINDS
 from forge.cli.trouble import troubles
 from forge.client.operator import Operator
-from forge.client.scheduler import START_KEY
+from forge.client.scheduler import START_KEY, TERM_ERROR_KEY
+from forge.client.stored.pool import REFUSAL_KEY
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.process.agreement import AGREED_KEY
@@ -106,11 +107,7 @@ class SystemState:
                     "neither starts nor stops, read its log."
                 )
         for one in self.services:
-            if error := one.metadata.get(ERROR_KEY):
-                yield (
-                    f"{one.kind} {one.instance} does not have the newest weights: {error}. It "
-                    "tries each newer one; if all workers refuse one, use `forge weights rollback`."
-                )
+            yield from _announced(one)
         if isinstance(self.scheduler, scheduler_pb2.GetSchedulerStatusResponse):
             yield from troubles(self.scheduler).values()
         yield from self.clock_problems
@@ -149,6 +146,7 @@ async def read_state(coordinator: Coordinator, channels: Channels, *, cluster: s
         or_error(trainer_status(operator)),
         compare_clocks(coordinator, channels),
     )
+    services = without_old_terms(services)
     return SystemState(
         cluster=cluster,
         services=[_with_drain(one, scheduler) for one in services] + standbys,
@@ -157,6 +155,31 @@ async def read_state(coordinator: Coordinator, channels: Channels, *, cluster: s
         trainer=trainer,
         clock_problems=[f"{line}: {REMEDY}" for line in clocks.lines()],
     )
+
+
+def _announced(one: Service) -> Iterator[str]:
+    """The problems that a service has in its metadata."""
+    if reason := one.metadata.get(REFUSAL_KEY):
+        yield (
+            f"pool shard {one.metadata.get('shard', '')} refuses writes, so no rollout ends and no "
+            f"step is trained: {reason}. Start its other replica, or replace it: "
+            "docs/runbooks/pool_host_lost.md."
+        )
+    if error := one.metadata.get(ERROR_KEY):
+        yield (
+            f"{one.kind} {one.instance} does not have the newest weights: {error}. It tries each "
+            "newer one; if all workers refuse one, use `forge weights rollback`."
+        )
+
+
+def without_old_terms(services: list[Service]) -> list[Service]:
+    """The services without failed terms of schedulers once one leads: they explain nothing then."""
+    if not any((one.kind, one.role) == ("scheduler", "leader") for one in services):
+        return services
+    return [
+        replace(one, metadata={k: v for k, v in one.metadata.items() if k != TERM_ERROR_KEY})
+        for one in services
+    ]
 
 
 def _with_drain(

@@ -32,6 +32,8 @@ FIND_S = 3.0
 FETCH_TRAJECTORIES = 16
 """Most trajectories in one call."""
 COMPACT_S = 6 * 3600.0
+REFUSAL_KEY = "refuses_writes"
+"""Metadata of a replicated shard: why it refuses changes; "" if it accepts them."""
 TAIL_BUFFER = 64
 """Most responses that wait for the caller, over all shards; beyond it streams are not read."""
 
@@ -61,7 +63,7 @@ class PoolReader:
         return sorted({instance.metadata["shard"] for instance in self._pool.instances()})
 
     def copies_in_sync(self, shard: str) -> int:
-        """Return how many replicas have every acknowledged write; 0 if unreplicated."""
+        """Return how many connected replicas have every acknowledged write; 0 if unreplicated."""
         found = (one.metadata for one in self._pool.instances() if _serves(one, shard))
         return max((int(metadata.get("copies", 0)) for metadata in found), default=0)
 

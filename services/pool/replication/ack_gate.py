@@ -37,6 +37,11 @@ class AckGate:
         """True while no change is acknowledged."""
         return bool(self._shut)
 
+    @property
+    def refusal(self) -> str:
+        """Reason why no change is acknowledged; "" if changes are."""
+        return self._shut
+
     def admit(self) -> None:
         """Raises `Unavailable` for a change that cannot be acknowledged."""
         if not self._leads():

@@ -50,9 +50,9 @@ class Leader:
         readers: ReaderThreads,
         *,
         state: ReplicaState,
-        on_members: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
-        """`on_members` is called when the set of replicas has changed."""
+        """`on_change` is called when `copies` or `refusal` may have changed."""
         self.deposed = asyncio.Event()
         """Set once another instance leads, or may lead."""
         self.gate = AckGate(
@@ -66,7 +66,7 @@ class Leader:
         self._readers = readers
         self._state = state
         self._own_id = state.replica_id
-        self._on_members = on_members
+        self._on_change = on_change
         self._recording = asyncio.Lock()
         self._link: Link | None = None
         self._attending: asyncio.Task[None] | None = None
@@ -92,6 +92,18 @@ class Leader:
                 await self._regain()
         self._no_room = ""
         self.gate.shut("another instance leads it")
+
+    @property
+    def copies(self) -> int:
+        """Number of connected replicas that have every acknowledged write, this one included."""
+        return len(self.members.in_sync) if self.gate.required and not self.gate.is_shut else 1
+
+    @property
+    def refusal(self) -> str:
+        """Reason why the shard refuses changes; "" if it accepts them."""
+        if self.gate.is_shut and self._no_room:
+            return f"its follower has no room ({self._no_room})"
+        return self.gate.refusal
 
     async def _regain(self) -> None:
         campaign = asyncio.create_task(
@@ -169,6 +181,8 @@ class Leader:
             timeout_s=self._config.replication.follower_timeout_s,
             on_confirmed=self._confirmed,
         )
+        if follower.no_room:
+            self._show()
         self._attending = asyncio.create_task(self._attend(link), name="follower")
         return link
 
@@ -220,6 +234,7 @@ class Leader:
             await self._set_in_sync({self._own_id, link.replica_id})
             self.gate.open()
             self._no_room = ""
+            self._show()
             log.info("follower_in_sync", replica=link.replica_id, position=link.confirmed)
             why = await link.ended
         except ForgeError as error:
@@ -236,10 +251,15 @@ class Leader:
     async def _be_without_follower(self, why: str) -> None:
         if self._config.replication.min_copies == BOTH:
             self.gate.shut(f"{why}, and replication.min_copies is {BOTH}")
-            return
-        # The record first: a follower that lacks commits must never lead.
-        await self._set_in_sync({self._own_id})
-        self.gate.go_alone()
+        else:
+            # The record first: a follower that lacks commits must never lead.
+            await self._set_in_sync({self._own_id})
+            self.gate.go_alone()
+        self._show()
+
+    def _show(self) -> None:
+        REPLICAS_IN_SYNC.set(self.copies)
+        self._on_change()
 
     async def _set_in_sync(self, replica_ids: Iterable[str]) -> None:
         """Raises StaleFence if this replica no longer leads."""
@@ -250,8 +270,6 @@ class Leader:
             except Unavailable as error:
                 log.warning("replicas_not_recorded", error=str(error))
                 await asyncio.sleep(RETRY_S)
-        REPLICAS_IN_SYNC.set(len(wanted))
-        self._on_members()
 
     async def _record(self, members: ReplicaSet) -> None:
         """Raises `StaleFence` when another instance has written, `Unavailable` when the outcome is

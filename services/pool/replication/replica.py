@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from forge.client.stored.pool import REFUSAL_KEY
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.coordination import Leadership
@@ -235,7 +236,7 @@ class Replica:
             self._store,
             self._readers,
             state=state,
-            on_members=self._announce,
+            on_change=self._announce,
         )
         self._self_repair = SelfRepair(
             self._store, self._writer, self._readers, self._fetch_from_follower, leads=True
@@ -255,9 +256,15 @@ class Replica:
         log.error("deposed", pool_shard=self._store.shard, fence=leadership.fence)
 
     def _announce(self) -> None:
-        assert self._leader is not None, "only a leader changes the set"
-        self._context.metadata["copies"] = str(len(self._leader.members.in_sync))
-        self._context.metadata["lineage"] = self._leader.members.lineage
+        assert self._leader is not None, "only a leader has a gate"
+        shown = {
+            "copies": str(self._leader.copies),
+            "lineage": self._leader.members.lineage,
+            REFUSAL_KEY: self._leader.refusal,
+        }
+        if shown.items() <= self._context.metadata.items():
+            return
+        self._context.metadata.update(shown)
         self._announcing = asyncio.create_task(self._context.announce())
 
     async def _read(self, look: Callable[[Any], T]) -> T:

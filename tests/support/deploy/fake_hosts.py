@@ -44,6 +44,8 @@ class FakeHosts:
     """Instances that run with a release and never come into discovery: (instance, release)."""
     needs: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
     """What an installation says of units, by host: `start` and `restart`."""
+    journals: Mapping[str, str] = field(default_factory=dict)
+    """The last lines of the journal, by unit."""
     commands: list[tuple[str, str]] = field(default_factory=list)
     one_at_a_time: Lock = field(default_factory=Lock)
     etcd: FakeEtcd = field(init=False)
@@ -131,6 +133,8 @@ class FakeHosts:
             case ["systemctl", "is-active", unit]:
                 failed = (unit, self.units[host, unit]) in self.broken
                 return Ended(code=3 if failed else 0, output="failed" if failed else "active")
+            case ["journalctl", "--unit", unit, *_]:
+                return Ended(code=0, output=self.journals.get(unit, ""))
             case ["bash", "-lc", _]:
                 return Ended(code=0, output=json.dumps({"services": self._services()}))
         return DONE

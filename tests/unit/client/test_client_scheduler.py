@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from forge.client.scheduler import SyncScheduler
+from forge.client.scheduler import SyncScheduler, leads, scheduler_remote
 from forge.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from forge.runtime.coordination import Instance
 from forge.runtime.process.ports import free_ports
 from forge.runtime.rpc import RpcServer
+from forge.runtime.rpc.channel import Channels
 from forge.runtime.security.credentials import Security
 from forge.runtime.security.tokens import Keyring
 from forge.v1 import scheduler_pb2 as pb
@@ -133,3 +135,23 @@ async def test_closing_ends_a_waiting_call() -> None:
         client.close()
         with pytest.raises(Unavailable):
             await waiting
+
+
+async def test_standbys_without_a_leader_are_the_reason() -> None:
+    """The line names the failed term, if there is one; without schedulers it does not speak of a
+    leader."""
+    standby = Instance(
+        kind="scheduler", instance_id="scheduler-0", address="a:1", metadata={}, revision=1
+    )
+    failed = replace(standby, metadata={"term_error": "no pool"})
+    for known, end in (
+        ([standby], ": no scheduler leads"),
+        ([failed], ": no scheduler leads; the last term of scheduler-0 failed: no pool"),
+        ([], "no fitting instance after 0 s"),
+    ):
+        channels = Channels(SECURITY)
+        remote = scheduler_remote(Known(*known), channels)  # type: ignore[arg-type]
+        with pytest.raises(Unavailable) as refused:
+            await remote.pick(timeout_s=0.0, where=leads)
+        assert str(refused.value).endswith(end)
+        await channels.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ AWAY_S = 60.0
 """A connection that breaks is no reason to turn a roll around."""
 _PAUSE_S = 1.0
 _HOSTS_AT_ONCE = 16
+_CAUSE = re.compile(r"forge [a-z]+: ")
+"""Of a line of `forge.runtime.process.startup.run`."""
 Result = TypeVar("Result")
 
 
@@ -87,7 +90,7 @@ class Cluster:
             case "drain":
                 self._drain(step)
             case "stop" | "restart":
-                self.run(step.host, "systemctl", step.action, *step.units, limit_s=_RESTART_S)
+                self._systemctl(step)
             case "check":
                 self.wait_healthy(step, release=release)
             case "roles":
@@ -147,6 +150,18 @@ class Cluster:
         installed: dict[str, Any] = json.loads(shown.strip().rpartition("\n")[2])
         return installed
 
+    def _systemctl(self, step: Step) -> None:
+        try:
+            self.run(step.host, "systemctl", step.action, *step.units, limit_s=_RESTART_S)
+        except HostAway:
+            raise
+        except StepFailed:
+            # systemctl names commands that show the reason, and not the reason.
+            for unit in step.units if step.action == "restart" else ():
+                if (state := self._state(step.host, unit)) != "active":
+                    raise self._not_active(step.host, unit, state) from None
+            raise
+
     def _drain(self, step: Step) -> None:
         words = ("drain", step.instance_id, "--wait", f"{self.drain_s:.0f}s")
         try:
@@ -180,7 +195,7 @@ class Cluster:
         deadline_s = self.now_s() + self.healthy_s
         while (state := self._state(host, unit)) != "active":
             if state == "failed" or self.now_s() >= deadline_s:
-                raise StepFailed(f"{host}: {unit} is {state}: {self._journal(host, unit)}")
+                raise self._not_active(host, unit, state)
             self.pause(_PAUSE_S)
 
     def wait_healthy(self, step: Step, *, release: str) -> None:
@@ -208,9 +223,18 @@ class Cluster:
         state = ended.output.strip() or ended.reason
         return "active" if state == "inactive" and unit.startswith(MAY_END) else state
 
-    def _journal(self, host: str, unit: str) -> str:
-        words = ["journalctl", "--unit", unit, "--lines=1", "--output=cat", "--no-pager"]
-        return self.transports[host].run(words).output.strip() or "its journal is empty"
+    def _not_active(self, host: str, unit: str, state: str) -> StepFailed:
+        words = ["journalctl", "--unit", unit, "--lines=30", "--output=cat", "--no-pager"]
+        cause = last_cause(self.transports[host].run(words).output)
+        return StepFailed(f"{host}: {unit} is {state}: {cause}")
+
+
+def last_cause(journal: str) -> str:
+    """Return the cause of a failed start: the service's own line, or else the last one."""
+    lines = journal.strip().splitlines() or ["its journal is empty"]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Starting ")]
+    own = [line for line in lines[max(starts, default=0) :] if _CAUSE.match(line)]
+    return (own or lines)[-1]
 
 
 def fault(services: Sequence[Mapping[str, Any]], step: Step, release: str) -> str:
@@ -263,5 +287,8 @@ def reachable(cluster: Cluster) -> Iterator[Unavailable]:
     for host, ended in answers.items():
         manifest = cluster.manifests[host]
         if ended.code or ended.output.strip() != manifest.release:
-            remedy = f"install forge {manifest.release} there, or correct login in the inventory"
+            install = f"install forge {manifest.release} there"
+            remedy = (
+                f"{'start it' if ended.is_away else install}, or correct login in the inventory"
+            )
             yield Unavailable(f"{host}: {ended.reason}; {remedy}")

@@ -16,6 +16,8 @@ _SSH = (
 )
 _SSH_FAILED = 255
 _TIMED_OUT = 124
+_NO_CAUSE = "tar: Exiting with failure status"
+"""The line that tar prints after those of its errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +32,10 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """The last line of errors or output, for people."""
+        """The last line of errors or output that has a cause, for people."""
         text = self.errors.strip() or self.output.strip()
-        return text.rpartition("\n")[2] or f"exit code {self.code}"
+        lines = [line for line in text.splitlines() if not line.startswith(_NO_CAUSE)]
+        return lines[-1] if lines else f"exit code {self.code}"
 
 
 class Transport(Protocol):

@@ -17,9 +17,9 @@ from typing import Any
 
 import typer
 
-from forge.cli.deploy.inventory.inventory import Inventory
+from forge.cli.deploy.inventory.inventory import Host, Inventory
 from forge.cli.deploy.inventory.inventory_file import read_inventory
-from forge.cli.deploy.inventory.kinds import env_name
+from forge.cli.deploy.inventory.kinds import KINDS, env_name
 from forge.cli.deploy.render.assets import read_assets
 from forge.cli.deploy.render.host_files import rendered_host
 from forge.cli.deploy.render.rendered import (
@@ -33,7 +33,7 @@ from forge.cli.deploy.render.rendered import (
 )
 from forge.cli.deploy.render.secrets import SecretStore
 from forge.cli.queue.command import queue_app
-from forge.cli.service_settings import MODULES, Program, print_settings
+from forge.cli.service_settings import MODULES, PrintedSettings, Program, print_settings
 from forge.cli.usage_errors import USAGE_ERROR, usage_error
 from forge.core.errors import ConfigError, InvalidArgument, raise_all
 
@@ -77,7 +77,7 @@ def render(
     rendered = [rendered_host(inventory, host, assets, secrets) for host in inventory.hosts]
     raise_all([ConfigError(f"{source}: {line}") for one in rendered for line in _twice(one)])
     if check_settings:
-        _check_settings(rendered, out / "settings.checked", source)
+        _check_settings(inventory, rendered, out / "settings.checked", source)
     try:
         changed = {one.manifest.host: _write_host(out / HOSTS, one) for one in rendered}
         for folder in sorted((out / HOSTS).iterdir()):
@@ -191,40 +191,59 @@ def _feed_faults(inventory: Inventory) -> Iterator[str]:
                 yield f"{key} = {words!r} is not allowed: {said}"
 
 
-def _check_settings(rendered: list[RenderedHost], folder: Path, source: str) -> None:
-    """Ask each service whether it accepts its file; each distinct file once."""
-    programs: dict[bytes, Program] = {}
+def _check_settings(
+    inventory: Inventory, rendered: list[RenderedHost], folder: Path, source: str
+) -> None:
+    """Ask each service whether it accepts its file, and each instance its variables; each distinct
+    pair once."""
+    programs: dict[tuple[bytes, str], Program] = {}
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        for host in rendered:
-            for one in host.files:
+        for host, made in zip(inventory.hosts, rendered, strict=True):
+            for one in made.files:
                 name = Path(one.path).name
                 service = name.removesuffix(".toml")
                 if one.path != f"/etc/forge/{name}" or service not in MODULES or name == service:
                     continue
                 # Hosts differ in their address, which a service cannot refuse.
-                content = one.content.replace(host.manifest.address.encode(), b"ADDRESS")
-                file = folder / f"{host.manifest.host}-{name}"
+                content = one.content.replace(host.address.encode(), b"ADDRESS")
+                file = folder / f"{host.name}-{name}"
                 file.write_bytes(one.content)
-                programs.setdefault(
-                    content,
-                    Program(
-                        name=f"{service} on {host.manifest.host}",
-                        module=MODULES[service],
-                        flags=("--config", str(file)),
-                    ),
-                )
+                for subject, environ in _environs(host, service):
+                    programs.setdefault(
+                        (content, str(environ)),
+                        Program(
+                            name=f"{subject} on {host.name}",
+                            module=MODULES[service],
+                            flags=("--config", str(file)),
+                            environ=environ,
+                        ),
+                    )
         printed = print_settings(list(programs.values()), check=False)
-        raise_all(
-            [
-                ConfigError(f"{source}: settings of {one.program.name}: {_without(error, folder)}")
-                for one in printed
-                for error in one.errors
-            ]
-        )
+        raise_all([ConfigError(f"{source}: {line}") for line in _faults(printed, folder)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environs(host: Host, service: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield a service without variables, then its instances on a host that have some."""
+    yield service, {}
+    for one in host.instances:
+        own = host.env.get(env_name(one), {})
+        if KINDS[one.kind].service == service and any(name.startswith("FORGE_") for name in own):
+            yield env_name(one), dict(own)
+
+
+def _faults(printed: list[PrintedSettings], folder: Path) -> Iterator[str]:
+    """Yield a line for each fault; that of a file is not one of each instance, too."""
+    seen: set[tuple[str, str]] = set()
+    for one in printed:
+        for error in one.errors:
+            host = one.program.name.rpartition(" ")[2]
+            if (host, error) not in seen:
+                seen.add((host, error))
+                yield f"settings of {one.program.name}: {_without(error, folder)}"
 
 
 def _without(error: str, folder: Path) -> str:

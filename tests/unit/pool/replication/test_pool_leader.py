@@ -90,6 +90,8 @@ class Shard:
     node: Node
     other: Node
     etcd: Etcd
+    seen: list[tuple[int, str]]
+    """Copies and refusal at each change."""
 
     async def in_sync(self) -> frozenset[str]:
         found = await ReplicaSet.read(self.etcd, SHARD)
@@ -131,6 +133,7 @@ async def make_shard(
             in_sync=frozenset({state.replica_id, other.state().replica_id}),
             fence=FENCE,
         )
+        seen: list[tuple[int, str]] = []
         leader = Leader(
             PoolConfig(replication=ReplicationSettings(min_copies=min_copies)),
             etcd,
@@ -139,10 +142,10 @@ async def make_shard(
             node.store,
             readers,
             state=state,
-            on_members=lambda: None,
+            on_change=lambda: seen.append((leader.copies, leader.refusal)),
         )
         node.store.count_commits(leader.committed)
-        made.append(Shard(leader, node, other, etcd))
+        made.append(Shard(leader, node, other, etcd, seen))
         return made[-1]
 
     yield make
@@ -229,6 +232,37 @@ async def test_loss_of_a_follower_is_recorded_before_answers_are_sent(make_shard
     else:
         with pytest.raises(Unavailable, match="its follower is not connected"):
             await waiting
+
+
+async def test_leader_shows_a_lost_follower_as_a_missing_copy(make_shard):
+    """The record still names both replicas; people see one copy, and the reason of the refusals."""
+    shard = make_shard(2)
+    await shard.leader.begin()
+    required = "replication.min_copies is 2"
+    assert shard.seen == [(1, f"no follower has joined, and {required}")]
+    link = shard.leader.accept(shard.other.follower_state())
+    async with delivering(link, shard.other):
+        await shard.until_joined()
+        assert shard.seen[1:] == [(2, "")]
+    await until(lambda: len(shard.seen) == 3)
+    copies, refusal = shard.seen[-1]
+    assert copies == 1 and refusal.startswith("its follower is not connected")
+    assert await shard.in_sync() == set(shard.ids)
+    state = shard.other.follower_state()
+    state.no_room = "no space left on device"
+    shard.leader.accept(state)
+    assert shard.seen[-1] == (1, "its follower has no room (no space left on device)")
+
+
+async def test_leader_that_may_be_alone_shows_one_copy(make_shard):
+    """With one required copy it refuses nothing; a follower is a second copy."""
+    shard = make_shard(1)
+    await shard.leader.begin()
+    link = shard.leader.accept(shard.other.follower_state())
+    async with delivering(link, shard.other):
+        await shard.until_joined()
+    await until(lambda: len(shard.seen) == 3)
+    assert shard.seen == [(1, ""), (2, ""), (1, "")]
 
 
 async def test_deposed_leader_finds_the_record_changed(make_shard):

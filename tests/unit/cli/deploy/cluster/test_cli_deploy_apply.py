@@ -10,11 +10,11 @@ from threading import Barrier
 import pytest
 
 from forge.cli.deploy.cluster.apply import apply
-from forge.cli.deploy.cluster.cluster import StepFailed
+from forge.cli.deploy.cluster.cluster import StepFailed, last_cause
 from forge.cli.deploy.cluster.transport import Local, Ssh, transport_for
 from forge.cli.deploy.render.render import rendered_hosts
 from forge.cli.deploy.render.rendered import Manifest
-from forge.core.errors import FailedPrecondition
+from forge.core.errors import FailedPrecondition, Unavailable
 from tests.support.deploy.fake_etcd import FakeEtcd
 from tests.support.deploy.fake_hosts import FakeHosts
 from tests.support.deploy.inventories import RELEASE, SMALL, rendered
@@ -95,6 +95,61 @@ def test_apply_waits_for_an_etcd_that_elects_its_leader(out: Path) -> None:
         apply(hosts.cluster(out), lambda _: None)
 
 
+def test_failed_restart_has_the_cause_that_the_service_names(out: Path) -> None:
+    """Not the commands that systemctl names: the line of this start, among those of systemd."""
+    hosts = FakeHosts(rendered_hosts(out), RELEASE)
+    hosts.needs = {"beta": {"restart": [SCHEDULER]}}
+    hosts.fails = lambda host, words: "restart" in words
+    hosts.broken = {(SCHEDULER, RELEASE)}
+    hosts.journals = {
+        SCHEDULER: """Starting forge-scheduler@1.service - Forge scheduler (1)...
+forge scheduler: the cause of an earlier start
+Failed to start forge-scheduler@1.service - Forge scheduler (1).
+Starting forge-scheduler@1.service - Forge scheduler (1)...
+{"event": "starting"}
+forge scheduler: http.port = 8001 cannot be bound: Address already in use
+forge-scheduler@1.service: Failed with result 'exit-code'.
+Failed to start forge-scheduler@1.service - Forge scheduler (1).
+"""
+    }
+    with pytest.raises(StepFailed) as failed:
+        apply(hosts.cluster(out), lambda _: None)
+    assert str(failed.value) == (
+        f"beta: {SCHEDULER} is failed: forge scheduler: http.port = 8001 cannot be bound: Address "
+        "already in use"
+    )
+    hosts.broken = set()
+    with pytest.raises(StepFailed, match="planted"):
+        apply(hosts.cluster(out), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("journal", "cause"),
+    [
+        ("", "its journal is empty"),
+        ("Starting a\nforge pool: old\nStarting a\ntimed out", "timed out"),
+        ("forge trainer: model_path is missing\nFailed", "forge trainer: model_path is missing"),
+    ],
+)
+def test_cause_of_a_start_without_a_line_is_that_of_systemd(journal: str, cause: str) -> None:
+    """The line of an earlier start is none of this one."""
+    assert last_cause(journal) == cause
+
+
+def test_host_that_is_away_needs_no_installation(out: Path) -> None:
+    """The line names the reason, and what helps."""
+    hosts = FakeHosts(rendered_hosts(out), RELEASE)
+    hosts.away = lambda host, words: host == "beta"
+    with pytest.raises(Unavailable) as away:
+        apply(hosts.cluster(out), lambda _: None)
+    start = "start it, or correct login in the inventory"
+    assert str(away.value) == f"beta: ssh beta: No route to host; {start}"
+    hosts.away = lambda host, words: False
+    hosts.fails = lambda host, words: host == "beta" and words[-1] == "--version"
+    with pytest.raises(Unavailable, match=f"install forge {RELEASE} there, or correct login"):
+        apply(hosts.cluster(out), lambda _: None)
+
+
 def test_apply_refuses_another_release_than_that_of_the_hosts(out: Path) -> None:
     """An upgrade rolls; nothing is copied."""
     manifests: dict[str, Manifest] = {
@@ -125,6 +180,15 @@ def test_local_transport_returns_code_output_and_reason() -> None:
     assert local.run(["cat"], stdin=b"text").output == "text"
     failed = local.run(["sh", "-c", "echo first >&2; echo last >&2; exit 3"])
     assert (failed.code, failed.reason) == (3, "last")
+    full = local.run(
+        [
+            "sh",
+            "-c",
+            "echo 'tar: ./a: No space left on device' >&2; echo 'tar: Exiting with failure"
+            " status due to previous errors' >&2; exit 2",
+        ]
+    )
+    assert full.reason == "tar: ./a: No space left on device"
     assert "not installed" in local.run(["forge-no-such-program"]).reason
     assert "no end within" in local.run(["sleep", "60"], limit_s=0.05).reason
 

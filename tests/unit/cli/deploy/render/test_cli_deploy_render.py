@@ -342,6 +342,24 @@ def test_wrong_setting_of_a_service_changes_no_host(tmp_path: Path) -> None:
     ).changed
 
 
+def test_wrong_variable_of_an_instance_changes_no_host(tmp_path: Path) -> None:
+    """The unit would not start; a fault of the file is one line, not one of each instance, too."""
+    text = """
+        settings = { pool = { store = { disk_reserve = 5 } } }
+        [hosts.alpha]
+        address = "10.0.0.1"
+        services = { etcd = 1, pool = 2 }
+        env = { pool-1 = { FORGE_PORT = "http" }, pool-2 = { OTHER = "1" } }
+    """
+    with pytest.raises(InvalidArgument) as refused:
+        rendered(text, tmp_path / "out", check_settings=True)
+    file, variable = str(refused.value).splitlines()
+    assert "settings of pool on alpha: " in file and "disk_reserve = 5" in file
+    assert variable.startswith(
+        "cluster.toml: settings of pool-1 on alpha: FORGE_PORT: port = 'http'"
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
