@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from forge.core.errors import ConfigError, Unavailable
@@ -22,8 +23,8 @@ from services.pool.readers import ReaderRef, ReaderThreads
 from services.pool.replication.election import serve_alone
 from services.pool.replication.replica import LeadersReaders, LeadersWriter, Replica
 from services.pool.replication.shard_identity import hold_shard
-from services.pool.restored_shard import TrainersStep, watch_restored
-from services.pool.retention import Retention, RetentionPolicy, TrainersCoverage
+from services.pool.restored_shard import watch_restored
+from services.pool.retention import Retention, RetentionPolicy
 from services.pool.service import (
     AUDITED,
     FULL_NAME,
@@ -35,6 +36,7 @@ from services.pool.service import (
 )
 from services.pool.storage.environment.lmdb_env import OnPanic
 from services.pool.store import PoolStore
+from services.pool.trainer_status import covered_step, trained_step
 
 
 class PoolApp:
@@ -174,7 +176,7 @@ class PoolApp:
 
     async def _watch_restored(self, store: PoolStore) -> None:
         trainers = self._context.remote("trainer", trainer_pb2_grpc.TrainerServiceStub)
-        await watch_restored(store.directory, store.shard, TrainersStep(trainers))
+        await watch_restored(store.directory, store.shard, partial(trained_step, trainers))
         await asyncio.Event().wait()
 
     def _retention(self, store: PoolStore, writer: WriterRef, readers: ReaderRef) -> Retention:
@@ -185,7 +187,7 @@ class PoolApp:
             writer,
             readers,
             policy=RetentionPolicy(keep_age_s=settings.keep_age_s, keep_bytes=settings.keep_bytes),
-            coverage=TrainersCoverage(trainers),
+            coverage=partial(covered_step, trainers),
         )
 
     async def stop(self) -> None:

@@ -23,7 +23,6 @@ from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import DiscardCopy, ImportGroup, MarkMoved, StageRecords
 from services.pool.data.group_digest import group_digest
 from services.pool.data.group_transfer import (
-    CONTENT,
     content_page,
     group_page,
     has_records,
@@ -36,7 +35,7 @@ from services.pool.storage.groups.indexed_groups import not_moved
 from services.pool.storage.groups.moved_groups import moved_groups
 from services.pool.storage.journal import record_key
 from services.pool.storage.records import DamagedRecord, Records
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.tables import CONTENT, Key, Table
 from services.pool.store import PoolStore
 
 if TYPE_CHECKING:

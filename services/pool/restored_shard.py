@@ -13,19 +13,12 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from forge.runtime.files.sync import sync
-from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
-from forge.v1 import trainer_pb2
 from services.pool.metrics import TRAINED_SINCE_BACKUP
-from services.pool.trainer_status import trainer_statuses
-
-if TYPE_CHECKING:
-    from forge.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
 
 FILE = "restored.json"
 PERIOD_S = 1.0
@@ -49,22 +42,6 @@ def note_restored(directory: Path, step: int) -> None:
         file.write(msgspec.json.encode(RestoredFrom(step=step)))
         file.flush()
         os.fsync(file.fileno())
-
-
-class TrainersStep:
-    """The newest step of all registered trainers that have found their checkpoint."""
-
-    def __init__(self, trainers: Remote[TrainerServiceAsyncStub]) -> None:
-        self._trainers = trainers
-
-    async def __call__(self) -> int | None:
-        """None if no trainer answers, or each still loads."""
-        steps = [
-            status.step
-            async for status in trainer_statuses(self._trainers)
-            if status is not None and status.phase > trainer_pb2.TRAINER_PHASE_LOADING
-        ]
-        return max(steps, default=None)
 
 
 async def watch_restored(directory: Path, shard: str, trained_step: TrainedStep) -> None:

@@ -20,12 +20,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from forge.core.errors import ForgeError
 from forge.core.trajectory import TaskId
 from forge.runtime.rpc.chunks import batched
-from forge.runtime.rpc.remote import Remote
 from forge.runtime.telemetry import log
 from services.pool.actors.writer import WriterRef
 from services.pool.data.commands import FreeGroups, MarkOrphans
@@ -41,10 +39,6 @@ from services.pool.metrics import (
 from services.pool.readers import ReaderRef
 from services.pool.storage.groups.settled_index import SettledGroup
 from services.pool.store import PoolStore
-from services.pool.trainer_status import trainer_statuses
-
-if TYPE_CHECKING:
-    from forge.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
 
 PERIOD_S = 5.0
 LOOK_AGAIN_S = 600.0
@@ -264,20 +258,3 @@ def _sum(one: Freed, other: Freed) -> Freed:
         records=one.records + other.records,
         payload_bytes=one.payload_bytes + other.payload_bytes,
     )
-
-
-class TrainersCoverage:
-    """The oldest checkpoint step of all registered trainers."""
-
-    def __init__(self, trainers: Remote[TrainerServiceAsyncStub]) -> None:
-        self._trainers = trainers
-
-    async def __call__(self) -> int:
-        """The lowest step. 0 if there is no trainer, or one does not answer."""
-        return min(
-            [
-                status.oldest_checkpoint_step if status is not None else 0
-                async for status in trainer_statuses(self._trainers)
-            ],
-            default=0,
-        )

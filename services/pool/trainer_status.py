@@ -17,10 +17,31 @@ if TYPE_CHECKING:
 _ASK_TRAINER_S = 5.0
 
 
-async def trainer_statuses(
+async def trained_step(trainers: Remote[TrainerServiceAsyncStub]) -> int | None:
+    """The newest step of all registered trainers that have found their checkpoint; None if none
+    answers, or each still loads."""
+    steps = [
+        status.step
+        async for status in _statuses(trainers)
+        if status is not None and status.phase > trainer_pb2.TRAINER_PHASE_LOADING
+    ]
+    return max(steps, default=None)
+
+
+async def covered_step(trainers: Remote[TrainerServiceAsyncStub]) -> int:
+    """The oldest checkpoint step of all registered trainers; 0 if there is none, or one does not
+    answer."""
+    steps = [
+        status.oldest_checkpoint_step if status is not None else 0
+        async for status in _statuses(trainers)
+    ]
+    return min(steps, default=0)
+
+
+async def _statuses(
     trainers: Remote[TrainerServiceAsyncStub],
 ) -> AsyncIterator[trainer_pb2.GetTrainerStatusResponse | None]:
-    """Yields the status of each registered trainer; None for one that does not answer."""
+    """None for a trainer that does not answer."""
     for instance in trainers.instances():
         status = None
         try:

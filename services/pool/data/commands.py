@@ -99,8 +99,6 @@ class FreeGroups:
     """Groups trained at or before this step are in a checkpoint."""
     max_records: int
     """Turns and rewards that may be deleted in one transaction."""
-    max_bytes: int = 8 << 20
-    """Bytes of them that may be deleted."""
     now_unix_s: float
     digests: Mapping[str, bytes] | None = None
     """By task: groups with another digest are skipped; None: all are freed."""
@@ -121,8 +119,6 @@ class EraseTasks:
     task_ids: tuple[str, ...]
     max_records: int
     """Turns and rewards that may be deleted in one transaction."""
-    max_bytes: int = 8 << 20
-    """Bytes of each that may be deleted."""
     now_unix_s: float
 
 
@@ -151,9 +147,6 @@ class DiscardCopy:
 
     task_id: str
     fence: int
-    max_records: int = 128
-    """Turns and rewards that may be deleted in one transaction."""
-    max_bytes: int = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

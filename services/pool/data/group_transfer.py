@@ -37,16 +37,16 @@ from services.pool.storage.groups.moved_groups import add_moved
 from services.pool.storage.groups.settled_index import index_settled, remove_settled
 from services.pool.storage.keys import SHARD_KEY, group_key, queue_key, task_prefix
 from services.pool.storage.records import (
-    DamagedRecord,
+    Deletions,
     Records,
-    TrajectoryHeader,
-    decode_header,
     encode_header,
+    intact_header,
     open_value,
 )
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.tables import CONTENT, Key, Table
 
-CONTENT = (Table.TURNS, Table.REWARDS)
+DISCARDED_RECORDS = 128
+"""Most turns and rewards of a copy that one transaction deletes."""
 
 
 # At the source
@@ -129,16 +129,11 @@ def discard_copy(records: Records, command: DiscardCopy) -> bool:
     for table in (Table.GROUPS, Table.STATES):
         records.delete(table, key)
     for found, value in list(records.scan_checksummed(Table.TRAJECTORIES, prefix=prefix)):
-        header = _header(found, value)
+        header = intact_header(found, value)
         if header is not None:
             delete_changes(records, header)
         records.delete(Table.TRAJECTORIES, found)
-    left, left_bytes = command.max_records, command.max_bytes
-    for table in CONTENT:
-        deleted, size_bytes = records.delete_prefix(
-            table, prefix, limit=max(left, 0), limit_bytes=max(left_bytes, 0)
-        )
-        left, left_bytes = left - deleted, left_bytes - size_bytes
+    records.delete_content(prefix, Deletions(limit=DISCARDED_RECORDS))
     raise_fence(records, command.fence)
     return has_records(records, task_id)
 
@@ -146,10 +141,9 @@ def discard_copy(records: Records, command: DiscardCopy) -> bool:
 def has_records(records: Records, task_id: str) -> bool:
     """True if anything of a task is stored here."""
     key = group_key(task_id)
-    return any(records.has(table, key) for table in (Table.GROUPS, Table.STATES)) or any(
-        next(records.keys(table, prefix=task_prefix(task_id)), None) is not None
-        for table in (Table.TRAJECTORIES, *CONTENT)
-    )
+    return any(
+        records.has(table, key) for table in (Table.GROUPS, Table.STATES)
+    ) or records.has_any((Table.TRAJECTORIES, *CONTENT), task_prefix(task_id))
 
 
 def stage_records(records: Records, command: StageRecords) -> None:
@@ -197,7 +191,7 @@ def _on_this_shard(records: Records, task_id: str, value: bytes) -> common_pb2.G
 
 
 def _put_header(records: Records, key: bytes, value: bytes) -> None:
-    header = _header(key, value)
+    header = intact_header(key, value)
     if header is None:
         # The damage stays visible.
         records.put_checksummed(Table.TRAJECTORIES, key, value, replicated=True)
@@ -209,11 +203,3 @@ def _put_header(records: Records, key: bytes, value: bytes) -> None:
         if rewarded:
             header = log_rewarded(records, key, header)
     records.put(Table.TRAJECTORIES, key, encode_header(header))
-
-
-def _header(key: bytes, value: bytes) -> TrajectoryHeader | None:
-    """None if it is damaged."""
-    try:
-        return decode_header(open_value(Table.TRAJECTORIES, key, value))
-    except (DamagedRecord, msgspec.MsgspecError):
-        return None

@@ -26,7 +26,7 @@ from services.pool.storage.journal import SENT, replica_state
 from services.pool.storage.record_copies import CopiedRecords, units_of
 from services.pool.storage.record_names import describe
 from services.pool.storage.records import DamagedRecord, Records
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.tables import CONTENT, Key, Table
 from services.pool.store import PoolStore
 
 PAGE = 64
@@ -36,7 +36,6 @@ REST = 9
 LEFT_S = 60.0
 """Pause before a unit that no copy has is fetched again."""
 _COMMIT_S = 60.0
-_OF_TRAJECTORIES = (Table.TURNS, Table.REWARDS)
 
 T = TypeVar("T")
 FetchSince = Callable[[Key, int], Awaitable[CopiedRecords]]
@@ -74,7 +73,7 @@ class SelfRepair:
         while every_s:
             for table in SENT:
                 # Turns and rewards are verified with their trajectory, indexes with their groups.
-                if table not in _OF_TRAJECTORIES and not (self._leads and table in MENDED):
+                if table not in CONTENT and not (self._leads and table in MENDED):
                     await self._verify(table)
             if self._leads:
                 await self.mend_indexes()

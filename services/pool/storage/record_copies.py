@@ -22,7 +22,7 @@ from services.pool.storage.keys import (
     trajectory_of_turn_key,
 )
 from services.pool.storage.records import DamagedRecord, Records, open_value
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.tables import CONTENT, Key, Table
 
 SILENCE_S = 30.0
 _TABLES = {table.value: table for table in SENT}
@@ -68,7 +68,7 @@ def stored_values(records: Records, unit: Key) -> Iterator[tuple[Key, bytes]]:
         if value is not None:
             yield (each, key), value
     if table is Table.TRAJECTORIES:
-        for each in (Table.TURNS, Table.REWARDS):
+        for each in CONTENT:
             for found, value in records.scan_checksummed(each, prefix=key):
                 yield (each, found), value
 

@@ -11,7 +11,9 @@ and is verified at every read: a flipped bit, a torn page or a value under the w
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,7 +22,7 @@ from isal.isal_zlib import crc32
 from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
 from services.pool.storage.change_trackers import ChangeListener
-from services.pool.storage.tables import Table
+from services.pool.storage.tables import CONTENT, Table
 
 Payload = bytes | memoryview
 """A memoryview points into the map: copy what must outlive the transaction."""
@@ -166,9 +168,34 @@ def open_value(table: Table, key: bytes, value: Payload) -> Payload:
     return payload
 
 
+def intact_header(trajectory: bytes, value: Payload | None) -> TrajectoryHeader | None:
+    """The header in a record as stored; None if it is absent or damaged."""
+    if value is None:
+        return None
+    try:
+        return decode_header(open_value(Table.TRAJECTORIES, trajectory, value))
+    except (DamagedRecord, msgspec.MsgspecError):
+        return None
+
+
 def is_intact_entry(key: bytes, value: bytes) -> bool:
     """True if an index entry, which has no payload, is under its original key."""
     return value == checksum_of(key, b"")
+
+
+@dataclass(slots=True, kw_only=True)
+class Deletions:
+    """Turns and rewards that one transaction deletes."""
+
+    limit: int
+    limit_bytes: int = 8 << 20
+    counts: Counter[Table] = field(default_factory=Counter)
+    size_bytes: int = 0
+
+    @property
+    def full(self) -> bool:
+        """One of the limits is reached."""
+        return self.counts.total() >= self.limit or self.size_bytes >= self.limit_bytes
 
 
 class Records:
@@ -237,25 +264,16 @@ class Records:
         for listener in self._listeners:
             listener.table_cleared(table)
 
-    def delete_prefix(
-        self, table: Table, prefix: bytes, *, limit: int, limit_bytes: int
-    ) -> tuple[int, int]:
-        """Deletes records whose key starts with `prefix`, up to one of the limits; their number and
-        the bytes of their values."""
-        deleted = size_bytes = 0
-        with self._transaction.cursor(db=self._databases[table]) as cursor:
-            found = cursor.set_range(prefix)
-            while (
-                found
-                and deleted < limit
-                and size_bytes < limit_bytes
-                and bytes(cursor.key()).startswith(prefix)
-            ):
-                size_bytes += len(cursor.value())
-                self._changed(table, bytes(cursor.key()), None)
-                found = cursor.delete() and bool(cursor.key())
-                deleted += 1
-        return deleted, size_bytes
+    def delete_content(self, prefix: bytes, deletions: Deletions) -> None:
+        """Deletes turns and rewards whose key starts with `prefix`, up to the limits."""
+        for table in CONTENT:
+            with self._transaction.cursor(db=self._databases[table]) as cursor:
+                found = cursor.set_range(prefix)
+                while found and not deletions.full and bytes(cursor.key()).startswith(prefix):
+                    deletions.counts[table] += 1
+                    deletions.size_bytes += len(cursor.value())
+                    self._changed(table, bytes(cursor.key()), None)
+                    found = cursor.delete() and bool(cursor.key())
 
     def scan(
         self, table: Table, *, prefix: bytes = b"", after: bytes = b""
@@ -285,6 +303,10 @@ class Records:
         read."""
         for key, _ in self._scan(table, prefix, after):
             yield key
+
+    def has_any(self, tables: Iterable[Table], prefix: bytes) -> bool:
+        """Whether one of the tables has a key that starts with `prefix`."""
+        return any(True for table in tables for _ in self.keys(table, prefix=prefix))
 
     def keys_backwards(self, table: Table, *, prefix: bytes) -> Iterator[bytes]:
         """Keys that start with `prefix`, the greatest first."""

@@ -39,6 +39,8 @@ class Table(Enum):
     """The keys that each of the last commits changed; see `journal`."""
 
 
+CONTENT = (Table.TURNS, Table.REWARDS)
+"""What a trajectory holds, and what goes when its group is freed or erased."""
 LOCAL = frozenset({Table.REPLICA, Table.JOURNAL})
 """Tables of one replica alone; followers never get them."""
 Key = tuple[Table, bytes]

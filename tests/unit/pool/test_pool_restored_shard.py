@@ -19,8 +19,9 @@ from services.pool import restored_shard
 from services.pool.maintenance.backup.backup import backup
 from services.pool.maintenance.backup.restore import restore
 from services.pool.metrics import TRAINED_SINCE_BACKUP
-from services.pool.restored_shard import FILE, TrainersStep, note_restored, watch_restored
+from services.pool.restored_shard import FILE, note_restored, watch_restored
 from services.pool.store import PoolStore
+from services.pool.trainer_status import trained_step
 from tests.support.pool.records import make_group
 from tests.support.pool.store import change, put_groups, set_states
 
@@ -120,5 +121,5 @@ async def test_trainer_that_loads_or_is_silent_has_no_step() -> None:
     def at(step: int, phase: trainer_pb2.TrainerPhase.ValueType) -> Trainer:
         return Trainer(trainer_pb2.GetTrainerStatusResponse(step=step, phase=phase))
 
-    assert await TrainersStep(Trainers((Trainer(None), at(0, LOADING))))() is None
-    assert await TrainersStep(Trainers((Trainer(None), at(0, LOADING), at(5, WAITING))))() == 5
+    assert await trained_step(Trainers((Trainer(None), at(0, LOADING)))) is None
+    assert await trained_step(Trainers((Trainer(None), at(0, LOADING), at(5, WAITING)))) == 5

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from forge.core.errors import Unavailable
 from forge.runtime.rpc.remote import Remote
 from forge.v1 import trainer_pb2
-from services.pool.retention import RetentionPolicy, TrainersCoverage
+from services.pool.retention import RetentionPolicy
 from services.pool.storage.groups.settled_index import SettledGroup
+from services.pool.trainer_status import covered_step
 
 settled = st.builds(
     SettledGroup,
@@ -63,4 +64,4 @@ class Trainers(Remote[Any]):
 )
 async def test_slowest_trainer_decides_the_coverage(steps, covered):
     """No trainer, one without a checkpoint and one that does not answer cover nothing."""
-    assert await TrainersCoverage(Trainers(steps))() == covered
+    assert await covered_step(Trainers(steps)) == covered

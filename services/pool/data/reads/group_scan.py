@@ -24,8 +24,7 @@ from services.pool.data.reads import reads
 from services.pool.metrics import UNQUEUED_GROUPS
 from services.pool.storage import erasures
 from services.pool.storage.groups import indexed_groups, settled_counts
-from services.pool.storage.keys import task_of_queue_key
-from services.pool.storage.records import Records, is_intact_entry
+from services.pool.storage.records import Records
 from services.pool.storage.tables import Table
 
 PAGE_GROUPS, PAGE_BYTES = 512, 1 << 20
@@ -69,15 +68,15 @@ class GroupScan:
         self._unqueued: list[TaskId] | None = None
         """Tasks to return after the end of the index; None before it."""
 
-    def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
+    def next_page(self) -> Page | None:
         """The next groups, which fit in one message; None at the end."""
         if self._unqueued is None:
             page = self._read(
                 lambda records: reads.groups(
                     records,
                     after=self._after,
-                    limit=limit,
-                    limit_bytes=limit_bytes,
+                    limit=PAGE_GROUPS,
+                    limit_bytes=PAGE_BYTES,
                     brief=self._brief,
                     table=self._table,
                     prefix=self._prefix,
@@ -92,20 +91,15 @@ class GroupScan:
             return page.groups
         if not self._unqueued:
             return None
-        task_ids, self._unqueued = self._unqueued[:limit], self._unqueued[limit:]
+        task_ids = self._unqueued[:PAGE_GROUPS]
+        self._unqueued = self._unqueued[PAGE_GROUPS:]
         return self._read(partial(groups_by_record, task_ids=task_ids, brief=self._brief))
 
     def _find_unqueued(self, records: Records) -> list[TaskId]:
         if records.count(Table.GROUPS) == self._queued:
             return []
         # A group that came behind the scan's back has an entry, so it is not among them.
-        queued = {
-            task_of_queue_key(key)
-            for key, value in records.scan_checksummed(Table.QUEUE)
-            if is_intact_entry(key, value)
-        }
-        tasks = (TaskId(key.decode()) for key, _ in records.scan_checksummed(Table.GROUPS))
-        return [task_id for task_id in tasks if task_id not in queued]
+        return list(indexed_groups.without_entry(records, Table.QUEUE))
 
 
 def groups_by_record(records: Records, *, task_ids: Sequence[TaskId], brief: bool) -> Page:
@@ -132,7 +126,7 @@ class TaskScan:
         self._left = task_ids
         self._absent = absent
 
-    def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
+    def next_page(self) -> Page | None:
         """The next groups, as in the other scans; None at the end."""
         if not self._left:
             return None
@@ -140,8 +134,8 @@ class TaskScan:
             lambda records: reads.groups_of(
                 records,
                 self._left,
-                limit=limit,
-                limit_bytes=limit_bytes,
+                limit=PAGE_GROUPS,
+                limit_bytes=PAGE_BYTES,
                 absent=self._absent,
             )
         )
@@ -158,18 +152,17 @@ class BoundedScan:
         self._settled = TaskScan(read, newest.task_ids)
         self._lost: list[TaskId] | None = None
 
-    def next_page(self, *, limit: int = PAGE_GROUPS, limit_bytes: int = PAGE_BYTES) -> Page | None:
+    def next_page(self) -> Page | None:
         """The next groups, as in the other scans; None at the end."""
-        limits = {"limit": limit, "limit_bytes": limit_bytes}
         if self._lost is None:
-            page = self._pending.next_page(**limits)
+            page = self._pending.next_page()
             if page is not None:
                 return page
             self._lost = self._read(indexed_groups.unindexed) if self._pending.damaged else []
         if self._lost:
-            task_ids, self._lost = self._lost[:limit], self._lost[limit:]
+            task_ids, self._lost = self._lost[:PAGE_GROUPS], self._lost[PAGE_GROUPS:]
             return self._read(partial(groups_by_record, task_ids=task_ids, brief=True))
-        return self._settled.next_page(**limits)
+        return self._settled.next_page()
 
 
 class ErasedScan:
@@ -181,13 +174,13 @@ class ErasedScan:
         self._left = task_ids
         self._after: str | None = ""
 
-    def next_page(self, *, limit: int = PAGE_GROUPS) -> Page | None:
+    def next_page(self) -> Page | None:
         """The next groups, as in the other scans; None at the end."""
         if self._left is None:
-            return self._next_of_all(limit)
+            return self._next_of_all()
         if not self._left:
             return None
-        page, self._left = self._left[:limit], self._left[limit:]
+        page, self._left = self._left[:PAGE_GROUPS], self._left[PAGE_GROUPS:]
         return self._read(
             lambda records: [
                 reads.erased_group(records, task_id)
@@ -196,13 +189,13 @@ class ErasedScan:
             ]
         )
 
-    def _next_of_all(self, limit: int) -> Page | None:
+    def _next_of_all(self) -> Page | None:
         if self._after is None:
             return None
         after = self._after
 
         def look(records: Records) -> tuple[list[TaskId], Page]:
-            task_ids = erasures.erased_tasks(records, after=after, limit=limit)
+            task_ids = erasures.erased_tasks(records, after=after, limit=PAGE_GROUPS)
             return task_ids, [reads.erased_group(records, task_id) for task_id in task_ids]
 
         task_ids, page = self._read(look)

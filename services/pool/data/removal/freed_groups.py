@@ -13,7 +13,6 @@ transaction that frees.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -33,12 +32,12 @@ from services.pool.storage.groups.group_records import group_record, group_state
 from services.pool.storage.groups.settled_index import index_settled, remove_settled, settled_key
 from services.pool.storage.keys import group_key, task_prefix
 from services.pool.storage.records import (
-    DamagedRecord,
+    Deletions,
     Records,
     TrajectoryHeader,
     decode_header,
     encode_header,
-    open_value,
+    intact_header,
 )
 from services.pool.storage.tables import Table
 
@@ -94,9 +93,9 @@ def is_freed(records: Records, task_id: str) -> bool:
     if state is not None:
         return bool(state.freed_unix_s)
     for key, value in records.scan_checksummed(Table.TRAJECTORIES, prefix=task_prefix(task_id)):
-        with suppress(DamagedRecord):
-            if decode_header(open_value(Table.TRAJECTORIES, key, value)).freed:
-                return True
+        header = intact_header(key, value)
+        if header is not None and header.freed:
+            return True
     return False
 
 
@@ -118,14 +117,14 @@ def check_not_freed(
 
 def free(records: Records, command: FreeGroups) -> Freed:
     """Frees groups of `command`, up to one of its limits."""
-    left = _Left(records=command.max_records, size_bytes=command.max_bytes)
+    deletions = Deletions(limit=command.max_records)
     groups = payload_bytes = 0
     for task_id in command.task_ids:
         try:
             if not _begin(records, task_id, command):
                 continue
-            payload_bytes += _delete(records, task_id, left)
-            if left.nothing:
+            records.delete_content(task_prefix(task_id), deletions)
+            if deletions.full:
                 break
             payload_bytes += _finish(records, task_id)
         except DataLoss as error:
@@ -135,22 +134,10 @@ def free(records: Records, command: FreeGroups) -> Freed:
         groups += 1
     return Freed(
         groups=groups,
-        records=command.max_records - left.records,
-        payload_bytes=payload_bytes,
-        unfinished=left.nothing,
+        records=deletions.counts.total(),
+        payload_bytes=payload_bytes + deletions.size_bytes,
+        unfinished=deletions.full,
     )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Left:
-    """Remaining deletions of one transaction."""
-
-    records: int
-    size_bytes: int
-
-    @property
-    def nothing(self) -> bool:
-        return self.records <= 0 or self.size_bytes <= 0
 
 
 def _begin(records: Records, task_id: str, command: FreeGroups) -> bool:
@@ -175,19 +162,6 @@ def _begin(records: Records, task_id: str, command: FreeGroups) -> bool:
         state.freed_unix_s = command.now_unix_s
         records.put(Table.STATES, group_key(task_id), state.SerializeToString())
     return True
-
-
-def _delete(records: Records, task_id: str, left: _Left) -> int:
-    """Deletes turns and rewards of a group; the bytes freed."""
-    freed_bytes = 0
-    for table in (Table.TURNS, Table.REWARDS):
-        count, size_bytes = records.delete_prefix(
-            table, task_prefix(task_id), limit=left.records, limit_bytes=left.size_bytes
-        )
-        left.records -= count
-        left.size_bytes -= size_bytes
-        freed_bytes += size_bytes
-    return freed_bytes
 
 
 def _may_be_freed(state: common_pb2.GroupRecord, covered_step: int) -> bool:

@@ -12,7 +12,7 @@ records. `storage.erasures` owns the tombstones, `maintenance.purge` the bytes i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -37,15 +37,13 @@ from services.pool.storage.groups.labels import label_keys
 from services.pool.storage.groups.settled_index import remove_settled
 from services.pool.storage.keys import group_key, queue_key, task_prefix
 from services.pool.storage.records import (
+    Deletions,
     Records,
     TrajectoryHeader,
-    decode_header,
     encode_header,
-    open_value,
+    intact_header,
 )
-from services.pool.storage.tables import Table
-
-_CONTENT = (Table.TURNS, Table.REWARDS)
+from services.pool.storage.tables import CONTENT, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,33 +80,23 @@ def tasks_with(records: Records, *, user: str, tag: str) -> list[str]:
 def erase(records: Records, command: EraseTasks) -> Erased:
     """Erases tasks of `command`, up to its limits. Unknown and erased tasks count 0."""
     total = Erased()
+    deletions = Deletions(limit=command.max_records)
     for task_id in command.task_ids:
         if not _has_bytes(records, task_id):
             continue
         _mark(records, task_id, now_unix_s=command.now_unix_s)
-        for table in _CONTENT:
-            count, _ = records.delete_prefix(
-                table,
-                task_prefix(task_id),
-                limit=command.max_records - total.turns - total.rewards,
-                limit_bytes=command.max_bytes,
-            )
-            total = total.plus(
-                Erased(turns=count) if table is Table.TURNS else Erased(rewards=count)
-            )
-        if any(_has_records(records, table, task_id) for table in _CONTENT):
-            return total.plus(Erased(unfinished=True))
+        records.delete_content(task_prefix(task_id), deletions)
+        if records.has_any(CONTENT, task_prefix(task_id)):
+            total = total.plus(Erased(unfinished=True))
+            break
         total = total.plus(_finish(records, task_id))
-    return total
-
-
-def _has_records(records: Records, table: Table, task_id: str) -> bool:
-    return next(records.scan_checksummed(table, prefix=task_prefix(task_id)), None) is not None
+    turns, rewards = (deletions.counts[table] for table in CONTENT)
+    return replace(total, turns=turns, rewards=rewards)
 
 
 def _has_bytes(records: Records, task_id: str) -> bool:
     """True if a task is stored and not completely erased."""
-    if any(_has_records(records, table, task_id) for table in (*_CONTENT, Table.TRAJECTORIES)):
+    if records.has_any((*CONTENT, Table.TRAJECTORIES), task_prefix(task_id)):
         return True
     if not records.has(Table.GROUPS, group_key(task_id)):
         return False
@@ -128,10 +116,7 @@ def _mark(records: Records, task_id: str, *, now_unix_s: float) -> None:
     put_erasure(records, task_id)
     prefix = task_prefix(task_id)
     for key, value in list(records.scan_checksummed(Table.TRAJECTORIES, prefix=prefix)):
-        try:
-            header = decode_header(open_value(Table.TRAJECTORIES, key, value))
-        except (DataLoss, msgspec.MsgspecError):
-            header = TrajectoryHeader()
+        header = intact_header(key, value) or TrajectoryHeader()
         delete_changes(records, header)
         closed = common_pb2.TRAJECTORY_STATE_ABANDONED if header.is_open else header.state
         freed = msgspec.structs.replace(

@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import msgspec
-
-from forge.core.errors import DataLoss
 from forge.v1 import common_pb2
 from services.pool.data.closed_digests import (
     digest_of,
@@ -36,10 +33,10 @@ from services.pool.storage.record_copies import (
 )
 from services.pool.storage.records import (
     Records,
-    TrajectoryHeader,
     checksum_of,
     checksummed_value,
     decode_header,
+    intact_header,
     open_value,
 )
 from services.pool.storage.tables import Key, Table
@@ -105,7 +102,7 @@ def _restore(ours: Records, record: Key, copy: CopiedRecords, put: _Put) -> None
 
 def _repair_trajectory(ours: Records, trajectory: bytes, copy: CopiedRecords, put: _Put) -> None:
     place = (Table.TRAJECTORIES, trajectory)
-    own = _header(ours, trajectory)
+    own = intact_header(trajectory, ours.get_checksummed(*place))
     copied = copy.values.get(place)
     header = own or (None if copied is None else decode_header(open_value(*place, copied)))
     if header is None:
@@ -134,14 +131,6 @@ def _repair_trajectory(ours: Records, trajectory: bytes, copy: CopiedRecords, pu
     for record in there if is_compared(header) else ():
         if record not in wanted:
             put(*record, None)
-
-
-def _header(records: Records, trajectory: bytes) -> TrajectoryHeader | None:
-    """None if it is absent or damaged."""
-    try:
-        return header_of(records, trajectory)
-    except (DataLoss, msgspec.MsgspecError):
-        return None
 
 
 def _digest(table: Table, values: _Values) -> bytes:

@@ -29,8 +29,7 @@ from services.pool.data.summaries import (
     state_name,
     summarize,
 )
-from services.pool.data.writes.agent_rewards import check_agent_rewards
-from services.pool.data.writes.one_outcome import check_one_outcome
+from services.pool.data.writes.reward_limits import check_rewards
 from services.pool.storage.change_log import log_closed, log_rewarded
 from services.pool.storage.groups.group_index import after_late_seal, before_late_seal
 from services.pool.storage.groups.moved_groups import check_not_moved
@@ -51,9 +50,11 @@ def append_rewards(records: Records, command: AppendRewards) -> None:
     check_not_moved(records, command.trajectory.task_id)
     header = header_of(records, trajectory)
     check_not_freed(records, command.trajectory, header)
-    check_one_outcome(records, command.trajectory, command.rewards)
-    check_agent_rewards(
-        records, command.trajectory, command.rewards, most=command.max_agent_rewards
+    check_rewards(
+        records,
+        command.trajectory,
+        command.rewards,
+        max_agent_rewards=command.max_agent_rewards,
     )
     if header is None:
         header = TrajectoryHeader()
@@ -111,9 +112,11 @@ def seal(records: Records, command: SealTrajectory) -> common_pb2.TrajectorySumm
         check_not_freed(records, command.trajectory, header)
     header = header or TrajectoryHeader()
     if not header.freed:
-        check_one_outcome(records, command.trajectory, command.rewards)
-        check_agent_rewards(
-            records, command.trajectory, command.rewards, most=command.max_agent_rewards
+        check_rewards(
+            records,
+            command.trajectory,
+            command.rewards,
+            max_agent_rewards=command.max_agent_rewards,
         )
     sealing = command.state == common_pb2.TRAJECTORY_STATE_SEALED
     if sealing:

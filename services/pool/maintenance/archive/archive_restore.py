@@ -7,7 +7,6 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError, ForgeError
 from services.pool.data.commands import Command, ImportGroup, StageRecords
-from services.pool.data.group_transfer import CONTENT
 from services.pool.maintenance.archive.archive import (
     Archive,
     SegmentEntry,
@@ -17,7 +16,7 @@ from services.pool.maintenance.archive.archive import (
 from services.pool.maintenance.backup.backup import check, new_directory
 from services.pool.maintenance.integrity import Damage
 from services.pool.storage.environment.file_locks import LOCK
-from services.pool.storage.tables import Key, Table
+from services.pool.storage.tables import CONTENT, Key, Table
 from services.pool.store import PoolStore
 
 _PAGE_BYTES = 1 << 20

@@ -15,7 +15,6 @@ through them (`indexed_groups`).
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -278,7 +277,8 @@ def _remove_entries(records: Records, task_ids: Container[str]) -> None:
 
 def _recount(records: Records, *, without: str = "") -> None:
     # One by one, not by `clear`: replicas get what a commit changed.
-    records.delete_prefix(Table.SETTLED_COUNTS, b"", limit=sys.maxsize, limit_bytes=sys.maxsize)
+    for key in list(records.keys(Table.SETTLED_COUNTS, prefix=b"")):
+        records.delete(Table.SETTLED_COUNTS, key)
     counts = SettledCounts()
     for group, state in stored_groups(records):
         if state.state in SETTLED_STATES and group.task.task_id != without:

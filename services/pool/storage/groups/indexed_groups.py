@@ -82,14 +82,19 @@ def trained_after(records: Records, step: int) -> list[TaskId]:
 
 def unindexed(records: Records) -> list[TaskId]:
     """Groups that are not settled and have no intact entry among the pending."""
-    pending = {
+    missing = without_entry(records, Table.PENDING)
+    return [each for each in missing if state_of(records, each).state not in INDEXED_STATES]
+
+
+def without_entry(records: Records, table: Table) -> Iterator[TaskId]:
+    """Groups that have no intact entry in an index of places in the queue."""
+    entered = {
         task_of_queue_key(key)
-        for key, value in records.scan_checksummed(Table.PENDING)
+        for key, value in records.scan_checksummed(table)
         if is_intact_entry(key, value)
     }
     tasks = (TaskId(key.decode()) for key, _ in records.scan_checksummed(Table.GROUPS))
-    missing = (task_id for task_id in tasks if task_id not in pending)
-    return [each for each in missing if state_of(records, each).state not in INDEXED_STATES]
+    return (task_id for task_id in tasks if task_id not in entered)
 
 
 def not_moved(records: Records, limit: int) -> list[TaskId]:

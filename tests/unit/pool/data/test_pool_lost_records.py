@@ -13,6 +13,7 @@ from forge.core.errors import DataLoss, FailedPrecondition
 from forge.core.trajectory import parse_trajectory_id
 from forge.v1 import common_pb2
 from services.pool.data.commands import FreeGroups
+from services.pool.data.reads import group_scan
 from services.pool.maintenance.backup import backup
 from services.pool.storage.keys import queue_key, reward_key, trajectory_key, turn_key
 from services.pool.storage.records import Records, TrajectoryHeader, decode_header, encode_header
@@ -187,15 +188,20 @@ def test_freed_trajectory_does_not_contradict_its_digests(store, directory):
     assert found_by_check(directory) == []
 
 
+@pytest.fixture
+def pages_of_one(monkeypatch) -> None:
+    monkeypatch.setattr(group_scan, "PAGE_GROUPS", 1)
+
+
 def queued(store: PoolStore) -> list[str]:
-    """Task ids by a scan of all groups, in pages of one."""
+    """Task ids by a scan of all groups."""
     return [group.group.task.task_id for group in every_group(store)]
 
 
 def every_group(store: PoolStore):
     found: list[Any] = []
     scan = store.scan()
-    while (page := scan.next_page(limit=1)) is not None:
+    while (page := scan.next_page()) is not None:
         found += page
     return found
 
@@ -203,6 +209,7 @@ def every_group(store: PoolStore):
 PLACE = queue_key(common_pb2.PURPOSE_TRAIN, 1, "b")
 
 
+@pytest.mark.usefixtures("pages_of_one")
 @pytest.mark.parametrize("byte", range(len(PLACE)))
 def test_flipped_queue_key_hides_no_group(store, open_store, directory, byte):
     """For any flipped byte of its entry, a scan has the group once, as its record says."""
@@ -216,6 +223,7 @@ def test_flipped_queue_key_hides_no_group(store, open_store, directory, byte):
     assert found_by_check(directory)
 
 
+@pytest.mark.usefixtures("pages_of_one")
 def test_lost_queue_key_hides_no_group(store, open_store, directory):
     """A group without an entry in the queue is found by its record."""
     put_groups(store, *(make_group(name, index) for index, name in enumerate("abc")))
@@ -223,12 +231,13 @@ def test_lost_queue_key_hides_no_group(store, open_store, directory):
     assert sorted(queued(store)) == ["a", "b", "c"]
 
 
+@pytest.mark.usefixtures("pages_of_one")
 def test_group_added_during_a_scan_is_returned_at_most_once(store):
     """It is no damage, anywhere in the queue."""
     put_groups(store, make_group("b", 5), make_group("c", 6))
     scan = store.scan()
-    found = list(scan.next_page(limit=1))
+    found = list(scan.next_page())
     put_groups(store, make_group("a", 1), make_group("d", 7))
-    while (page := scan.next_page(limit=1)) is not None:
+    while (page := scan.next_page()) is not None:
         found += page
     assert [group.group.task.task_id for group in found] == ["b", "c", "d"]

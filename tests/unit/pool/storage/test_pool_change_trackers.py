@@ -6,7 +6,7 @@ from typing import Any
 
 from forge.v1 import common_pb2, pool_pb2, replica_pb2
 from services.pool.data.commands import EraseTasks, FreeGroups
-from services.pool.data.reads.group_scan import ErasedScan
+from services.pool.data.reads import group_scan
 from services.pool.readers import ReaderThreads
 from services.pool.storage.change_trackers import RecentChanges
 from services.pool.storage.records import checksummed_value
@@ -153,7 +153,7 @@ async def test_scan_by_mark_begins_with_the_next_mark(store):
 async def test_erasures_are_scanned_by_mark(store, monkeypatch):
     """Those since the mark, page by page, or all if the mark is unknown; each with id, state and
     reason alone."""
-    monkeypatch.setattr(ErasedScan.next_page, "__kwdefaults__", {"limit": 2})
+    monkeypatch.setattr(group_scan, "PAGE_GROUPS", 2)
     put_groups(store, *(make_group(name, index) for index, name in enumerate("abcdef")))
     set_states(store, change("a", TRAINED, batch_id="x", step=1))
     commit(store, EraseTasks(task_ids=("a", "b", "gone"), max_records=99, now_unix_s=1.0))

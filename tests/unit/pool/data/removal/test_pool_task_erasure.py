@@ -247,3 +247,13 @@ def test_erased_backup_has_no_raw_byte_of_the_task(
     backup.compact(store.directory, no_progress, purge=True)
     assert MARKER.encode() not in (store.directory / "data.mdb").read_bytes()
     assert list(backup.check(copy, no_progress)) == []
+
+
+def test_one_transaction_erases_a_bounded_number_of_bytes(store: PoolStore) -> None:
+    """The bytes of all tasks count together, so the writer is free again soon."""
+    for number, task_id in enumerate(("a", "b")):
+        put_groups(store, make_group(task_id, number))
+        append(store, make_turn(f"{task_id}:0:0", 0, messages_json="x" * (9 << 20)))
+    command = EraseTasks(task_ids=("a", "b"), max_records=99, now_unix_s=200.0)
+    assert commit(store, command) == Erased(groups=1, trajectories=1, turns=1, unfinished=True)
+    assert commit(store, command) == Erased(groups=1, trajectories=1, turns=1)

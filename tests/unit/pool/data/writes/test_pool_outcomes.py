@@ -46,7 +46,7 @@ def test_two_outcomes_of_earlier_versions_stay(store, monkeypatch):
     two = (make_reward("a", 0.5, kind=OUTCOME), make_reward("b", 1000.0, kind=OUTCOME))
     append(store, make_turn())
     with monkeypatch.context() as earlier:
-        earlier.setattr(seal_trajectory, "check_one_outcome", lambda *_: None)
+        earlier.setattr(seal_trajectory, "check_rewards", lambda *_, **__: None)
         reward(store, *two)
     seal(store, rewards=two)
     assert seal(store, rewards=two).rewards == [*two]
