@@ -175,50 +175,47 @@ class Etcd:
 
     async def names(self, prefix: str) -> list[str]:
         """Return the keys under a prefix. Raises Unavailable."""
-        start = self._prefix + prefix
-        end = prefix_range_end(start)
-        found = await self._call(
-            lambda: self._kv.get(start, range_end=end, keys_only=True, timeout=TIMEOUT_S), start
-        )
+        found = await self._range(self._prefix + prefix, keys_only=True)
         return [self._name(entry.key) for entry in found.kvs]
 
     async def list(self, prefix: str) -> dict[str, Versioned]:
         """Return all values under a prefix, by key. Raises Unavailable."""
-        start = self._prefix + prefix
+        return self._versioned((await self._range(self._prefix + prefix)).kvs)
+
+    async def _range(self, start: str, *, keys_only: bool = False) -> Any:
         end = prefix_range_end(start)
-        found = await self._call(
-            lambda: self._kv.get(start, range_end=end, timeout=TIMEOUT_S), start
+        return await self._call(
+            lambda: self._kv.get(start, range_end=end, keys_only=keys_only, timeout=TIMEOUT_S),
+            start,
         )
-        return self._versioned(found.kvs)
 
     async def swap(
         self, key: str, value: bytes, *, expected_revision: int, lease_id: int = 0
     ) -> int | None:
         """Return the new revision; None if the key has another revision (0: it must be absent)."""
-        path = self._prefix + key
-        # The client has no helper for this comparison; an absent key has mod-revision 0.
-        unchanged = KVService.txn_compare_version(path, 0)
-        unchanged.target = unchanged.MOD
-        unchanged.mod_revision = expected_revision
-        put = KVService.txn_op_put(path, value, lease=lease_id)
-        # A repetition is safe: etcd refuses a stale token before it applies anything.
-        response = await self._call(
-            lambda: self._kv.txn(compare=[unchanged], success=[put], timeout=TIMEOUT_S), path
+        return await self._put_if(
+            key, value, unchanged=key, revision=expected_revision, lease_id=lease_id
         )
-        return int(response.header.revision) if response.succeeded else None
 
     async def put_while(self, key: str, value: bytes, *, unchanged: str, revision: int) -> bool:
         """Store a value if another key still has this revision; False if not. Raises
         Unavailable."""
+        return await self._put_if(key, value, unchanged=unchanged, revision=revision) is not None
+
+    async def _put_if(
+        self, key: str, value: bytes, *, unchanged: str, revision: int, lease_id: int = 0
+    ) -> int | None:
         path = self._prefix + key
+        # The client has no helper for this comparison; an absent key has mod-revision 0.
         holds = KVService.txn_compare_version(self._prefix + unchanged, 0)
         holds.target = holds.MOD
         holds.mod_revision = revision
-        put = KVService.txn_op_put(path, value)
+        put = KVService.txn_op_put(path, value, lease=lease_id)
+        # A repetition is safe: etcd refuses a stale token before it applies anything.
         response = await self._call(
             lambda: self._kv.txn(compare=[holds], success=[put], timeout=TIMEOUT_S), path
         )
-        return bool(response.succeeded)
+        return int(response.header.revision) if response.succeeded else None
 
     async def grant(self, ttl_s: float, *, timeout_s: float) -> int:
         """Grant a lease; return its id."""
