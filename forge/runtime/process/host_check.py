@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import extras_named
 from forge.runtime.coordination import Login
 from forge.runtime.process.span_export import require_tracing
+from forge.runtime.rpc.server import bind_problem
 from forge.runtime.security.tls import Tls
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.settings import Port, ServiceConfig, settings_of
@@ -65,16 +65,10 @@ def _check_security(config: ServiceConfig) -> None:
 
 
 def _require_free_port(key: str, host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise ConfigError(
-                f"{key} = {port}: {reason} on {host}; choose another, or 0 for any free one"
-            ) from None
+    if problem := bind_problem(host, port):
+        raise ConfigError(
+            f"{key} = {port}: {problem} on {host}; choose another, or 0 for any free one"
+        )
 
 
 def require_writable(key: str, path: str) -> None:

@@ -114,7 +114,9 @@ class RpcServer:
     async def start(self) -> str:
         """Listen; returns "host:port" with the port bound. Raises ConfigError when it is taken."""
         credentials = self._security.server_credentials(self._host)
-        self._require_free_port()
+        # Probed first: gRPC reports a taken port in three lines of C++ log.
+        if self._port and (problem := bind_problem(self._host, self._port)):
+            raise self._port_taken(problem)
         server = grpc.aio.server(
             interceptors=[self._interceptor],
             options=_options(self._limits),
@@ -160,20 +162,20 @@ class RpcServer:
         for name in ("", *self._names):
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
-    def _require_free_port(self) -> None:
-        # Probed first: gRPC reports a taken port in three lines of C++ log.
-        if self._port == 0:
-            return
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._host.strip("[]"), self._port))
-            except OSError as error:
-                raise self._port_taken((error.strerror or str(error)).lower()) from None
-
     def _port_taken(self, reason: str) -> ConfigError:
         return ConfigError(
             f"{self._service} cannot listen on {self._host}:{self._port}: {reason}; "
             "choose another with --port, or 0 for any free one"
         )
+
+
+def bind_problem(host: str, port: int) -> str:
+    """Return why a port cannot be bound; "" if it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return ""
