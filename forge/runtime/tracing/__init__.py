@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from forge.runtime.tracing.traceparent import is_sampled, rollout_traceparent
+
+if TYPE_CHECKING:
+    from forge.runtime.tracing.export import Exporting
 
 __all__ = [
     "NO_SPAN",
@@ -62,27 +65,6 @@ class Span(Protocol):
         """End the span; only the first call has an effect."""
 
 
-class Backend(Protocol):
-    """Makes and exports spans."""
-
-    def start(
-        self,
-        name: str,
-        *,
-        kind: SpanRole,
-        parent: str,
-        attributes: Mapping[str, Value],
-        links: Iterable[str],
-        start_unix_s: float | None,
-        identity: str,
-    ) -> Span:
-        """Start a span below `parent`; "": a new trace. `identity`: the traceparent that the span
-        itself gets."""
-
-    def stop(self) -> None:
-        """Export what waits, for a few seconds at most."""
-
-
 class _NoSpan:
     """A span that is not recorded."""
 
@@ -99,7 +81,7 @@ class _NoSpan:
 
 
 NO_SPAN: Span = _NoSpan()
-_backend: Backend | None = None
+_backend: Exporting | None = None
 _cluster = ""
 _sample_ratio = 0.0
 _current: ContextVar[Span] = ContextVar("forge_span", default=NO_SPAN)
@@ -122,7 +104,7 @@ def begin_tracing(
     # Late import: it takes a third of a second.
     from forge.runtime.tracing.export import Exporting
 
-    backend: Backend = Exporting(
+    backend = Exporting(
         service, instance_id, cluster=cluster, endpoint=endpoint, queue_spans=queue_spans
     )
     _backend, _cluster, _sample_ratio = backend, cluster, sample_ratio
@@ -156,14 +138,21 @@ def start_span(
     above = parent or _current.get().traceparent
     if not is_sampled(above):
         return NO_SPAN
-    return _start(name, kind, above, attributes, links, start_unix_s)
+    return _backend.start(
+        name,
+        kind=kind,
+        parent=above,
+        attributes=attributes,
+        links=links,
+        start_unix_s=start_unix_s,
+    )
 
 
 def start_root(name: str, *, links: Iterable[str] = (), start_unix_s: float | None = None) -> Span:
     """Start a trace of its own."""
     if _backend is None:
         return NO_SPAN
-    return _start(name, SpanRole.INTERNAL, "", None, links, start_unix_s)
+    return _backend.start(name, links=links, start_unix_s=start_unix_s)
 
 
 def span_of_rollout(
@@ -173,33 +162,12 @@ def span_of_rollout(
     identity = rollout_parent(trajectory_id)
     if _backend is None or not is_sampled(identity):
         return NO_SPAN
-    return _start(name, SpanRole.INTERNAL, "", attributes, (), None, identity)
+    return _backend.start(name, attributes=attributes, identity=identity)
 
 
 def rollout_parent(trajectory_id: str) -> str:
     """Return the traceparent of a rollout's root; it says whether the rollout is sampled."""
     return rollout_traceparent(_cluster, trajectory_id, sample_ratio=_sample_ratio)
-
-
-def _start(
-    name: str,
-    kind: SpanRole,
-    parent: str,
-    attributes: Mapping[str, Value] | None,
-    links: Iterable[str],
-    start_unix_s: float | None,
-    identity: str = "",
-) -> Span:
-    assert _backend is not None, "checked by the caller"
-    return _backend.start(
-        name,
-        kind=kind,
-        parent=parent,
-        attributes=attributes or {},
-        links=links,
-        start_unix_s=start_unix_s,
-        identity=identity,
-    )
 
 
 def current_span() -> Span:

@@ -98,14 +98,15 @@ class Exporting:
         self,
         name: str,
         *,
-        kind: SpanRole,
-        parent: str,
-        attributes: Mapping[str, Value],
-        links: Iterable[str],
-        start_unix_s: float | None,
-        identity: str,
+        kind: SpanRole = SpanRole.INTERNAL,
+        parent: str = "",
+        attributes: Mapping[str, Value] | None = None,
+        links: Iterable[str] = (),
+        start_unix_s: float | None = None,
+        identity: str = "",
     ) -> Span:
-        """Start a span of the exporter's tracer."""
+        """Start a span below `parent`; "": a new trace. `identity`: the traceparent that the span
+        itself gets."""
         above = _context(parent)
         token = _identity.set(read_traceparent(identity))
         try:
