@@ -36,7 +36,6 @@ from forge.runtime.weights.service import (
     WeightServicer,
     delta_parts,
     parts_of,
-    weight_responses,
 )
 
 __all__ = [
@@ -70,5 +69,4 @@ __all__ = [
     "manifest_key",
     "parts_of",
     "slice_digests",
-    "weight_responses",
 ]

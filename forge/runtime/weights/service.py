@@ -187,7 +187,7 @@ class WeightServicer(WeightServiceServicer):
             async for message in self._with_deltas(request, held):
                 yield message
             return
-        async for message in _messages(request, held.tensors, first=held.first):
+        async for message in _messages(request, held):
             yield message
 
     async def _with_deltas(
@@ -253,32 +253,11 @@ def _require_segment(request: FetchWeightsRequest, segment: range) -> None:
         )
 
 
-async def weight_responses(
-    request: FetchWeightsRequest,
-    tensors: Sequence[NamedTensor],
-    *,
-    slice_bytes: int = SLICE_BYTES,
-) -> AsyncIterator[FetchWeightsResponse]:
-    """The responses of FetchWeights that send these tensors in the manifest's order, over gRPC.
-
-    Raises `FailedPrecondition` when the caller takes no slices and a tensor needs them,
-    `InvalidArgument` for a start position beyond the end.
-    """
-    request.bulk = False
-    async for response, _ in _messages(request, tensors, slice_bytes=slice_bytes):
-        yield response
-
-
-async def _messages(
-    request: FetchWeightsRequest,
-    tensors: Sequence[NamedTensor],
-    *,
-    first: int = 0,
-    slice_bytes: int = 0,
-) -> AsyncIterator[Message]:
-    """`first`: number of the first tensor in the manifest."""
+async def _messages(request: FetchWeightsRequest, held: HeldWeights) -> AsyncIterator[Message]:
+    """Raises `FailedPrecondition` when the caller takes no slices and a tensor needs them."""
+    tensors = held.tensors
     if request.slices:
-        most_bytes, at = slice_bytes or _most_bytes(request), request.from_tensor - first
+        most_bytes, at = _most_bytes(request), request.from_tensor - held.first
         parts = parts_of(tensors, at, request.from_byte, slice_bytes=most_bytes)
         for message in _responses(request, _grouped(request, parts)):
             yield message

@@ -33,13 +33,13 @@ from forge.runtime.weights import (
     WeightServicer,
     hold_key,
     layout_of,
-    weight_responses,
 )
 from forge.runtime.weights.bulk import BulkServer
 from forge.v1 import inference_pb2 as pb
 from forge.v1 import inference_pb2_grpc as rpc
 from services.inference.engines.base import BrokenWeights, Probe
 from services.inference.worker.weights.follower import WeightFollower
+from tests.support.runtime.weight_responses import weight_responses
 
 SECURITY = Security(Keyring.from_bytes(b"k" * 32), subject="test")
 

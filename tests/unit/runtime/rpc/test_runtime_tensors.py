@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,10 @@ from forge.core.named_tensor import NamedTensor
 from forge.runtime.rpc import tensors
 from forge.runtime.rpc.chunks import Joiner
 from forge.runtime.rpc.tensors import SliceAssembler, slices
-from forge.runtime.weights import weight_responses
+from forge.runtime.weights import service
 from forge.v1.common_pb2 import Tensor, TensorSlice
 from forge.v1.inference_pb2 import FetchWeightsRequest, FetchWeightsResponse
+from tests.support.runtime.weight_responses import weight_responses
 
 LIMIT = 1 << 40
 
@@ -108,7 +110,8 @@ def test_array_without_memory_is_resource_exhausted() -> None:
 
 async def fetched(arrays: list[NamedTensor], **request: Any) -> list[FetchWeightsResponse]:
     wanted = FetchWeightsRequest(weight_version=1, **request)
-    return [one async for one in weight_responses(wanted, arrays, slice_bytes=2)]
+    with patch.object(service, "SLICE_BYTES", 2):
+        return [one async for one in weight_responses(wanted, arrays)]
 
 
 async def test_fetch_begins_at_the_requested_byte() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forge.core.errors import NotFound
-from forge.runtime.weights import HeldWeights, TensorEntry, WeightServicer, weight_responses
+from forge.runtime.weights import HeldWeights, TensorEntry, WeightServicer
 from forge.runtime.weights.assembly import WeightAssembly
 from forge.runtime.weights.delta import DeltaEncoder
 from forge.v1 import inference_pb2 as pb
@@ -16,6 +16,7 @@ from services.inference.worker.weights import relay as weight_relay
 from services.inference.worker.weights.relay import WeightRelay
 from tests.support.inference.weight_sources import Source, Worker, tensors_of
 from tests.support.runtime.waiting import until
+from tests.support.runtime.weight_responses import weight_responses
 
 WORKERS = 8
 WEIGHTS = {f"t{number}": bytes([number]) * (1 << 20) for number in range(6)}
