@@ -24,8 +24,7 @@ from services.inference.engines.embedded.messages import (
     Swap,
 )
 from services.inference.engines.embedded.model.policy import Policy
-from services.inference.engines.embedded.roles.role_engine import EngineParts
-from services.inference.engines.embedded.roles.wiring import build_policy
+from services.inference.engines.embedded.roles.wiring import EngineParts, build_policy
 from services.inference.engines.provider import EngineOptions
 from tests.contract import engines, recurrent_models
 from tests.contract.engines import Answer, make_prompt

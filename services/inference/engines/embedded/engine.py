@@ -7,8 +7,8 @@ from services.inference.engines.embedded import family_check
 from services.inference.engines.embedded.roles.both import BothActor
 from services.inference.engines.embedded.roles.decode_engine import EmbeddedDecode
 from services.inference.engines.embedded.roles.prefill_engine import EmbeddedPrefill
-from services.inference.engines.embedded.roles.role_engine import EngineParts
 from services.inference.engines.embedded.roles.wiring import (
+    EngineParts,
     decode_actor,
     prefill_actor,
 )
@@ -26,12 +26,11 @@ class EmbeddedBoth(EmbeddedPrefill, EmbeddedDecode):
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
         """Return the actor that reads prompts and samples."""
-        options, policy, store = parts.options, parts.policy, parts.store
-        kv_bytes = cls.running_bytes(options)
+        kv_bytes = cls.running_bytes(parts.options)
         cache = parts.prefix_cache(resumes=cls.resumes)
         return BothActor(
-            prefill_actor(options, policy, cache, store, beside_steps=True),
-            decode_actor(options, policy, cache, store, kv_bytes=kv_bytes, resumes=cls.resumes),
+            prefill_actor(parts, cache, beside_steps=True),
+            decode_actor(parts, cache, kv_bytes=kv_bytes, resumes=cls.resumes),
         )
 
 

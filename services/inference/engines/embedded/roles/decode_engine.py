@@ -25,8 +25,9 @@ from services.inference.engines.base import (
 )
 from services.inference.engines.embedded.kv.prefix_cache import prefix
 from services.inference.engines.embedded.messages import Abort, Join, Reserve
-from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
+from services.inference.engines.embedded.roles.role_engine import RoleEngine
 from services.inference.engines.embedded.roles.wiring import (
+    EngineParts,
     decode_actor,
     running_limit,
 )
@@ -45,10 +46,7 @@ class EmbeddedDecode(RoleEngine):
     def __init__(self, parts: EngineParts, actor: ActorRef) -> None:
         super().__init__(parts, actor)
         self.capacity = running_limit(
-            parts.options,
-            parts.policy,
-            kv_bytes=self.running_bytes(parts.options),
-            resumes=self.resumes,
+            parts, kv_bytes=self.running_bytes(parts.options), resumes=self.resumes
         )
         self._fetching: dict[bytes, asyncio.Event] = {}
         self._decoding_ids = UsedIds()
@@ -56,13 +54,10 @@ class EmbeddedDecode(RoleEngine):
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
         """Return the actor that samples."""
-        options = parts.options
         return decode_actor(
-            options,
-            parts.policy,
+            parts,
             parts.prefix_cache(resumes=cls.resumes),
-            parts.store,
-            kv_bytes=cls.running_bytes(options),
+            kv_bytes=cls.running_bytes(parts.options),
             resumes=cls.resumes,
         )
 

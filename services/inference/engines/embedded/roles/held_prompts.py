@@ -45,8 +45,8 @@ class HeldPrompts:
         """Number of requests for the same read, by ids."""
         self._line: deque[tuple[Prompt, asyncio.Future[None]]] = deque()
 
-    def __len__(self) -> int:
-        return len(self._held)
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._held
 
     @asynccontextmanager
     async def reading(self, prompt: Prompt) -> AsyncIterator[None]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from forge.core.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from forge.core.errors import DeadlineExceeded, NotFound, ResourceExhausted
 from forge.core.placement.chain_hashes import PromptChains
 from forge.runtime.actors.actor import ThreadActor
 from forge.runtime.actors.actor_system import ActorRef
@@ -28,9 +28,9 @@ from services.inference.engines.embedded.messages import Abort, HeldPrompt, Part
 from services.inference.engines.embedded.recurrent.read_states import MOST_STOPS
 from services.inference.engines.embedded.roles.early_reads import EarlyRead, EarlyReads
 from services.inference.engines.embedded.roles.held_prompts import HeldPrompts
-from services.inference.engines.embedded.roles.role_engine import EngineParts, RoleEngine
+from services.inference.engines.embedded.roles.role_engine import RoleEngine
 from services.inference.engines.embedded.roles.stored_reads import StoredReads
-from services.inference.engines.embedded.roles.wiring import prefill_actor, stored_kv
+from services.inference.engines.embedded.roles.wiring import EngineParts, prefill_actor
 from services.inference.engines.embedded.stored_kv import StoredPrefix
 from services.inference.engines.grammar_masks import Matcher
 from services.inference.engines.refusals import UsedIds
@@ -67,8 +67,7 @@ class EmbeddedPrefill(RoleEngine):
     @classmethod
     def make_actor(cls, parts: EngineParts) -> ThreadActor:
         """Return the actor that reads prompts."""
-        cache = parts.prefix_cache(resumes=cls.resumes)
-        return prefill_actor(parts.options, parts.policy, cache, parts.store)
+        return prefill_actor(parts, parts.prefix_cache(resumes=cls.resumes))
 
     @property
     def stored_tokens(self) -> int:
@@ -78,9 +77,7 @@ class EmbeddedPrefill(RoleEngine):
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
         """See `PrefillEngine`. Raises InvalidArgument for the id of another read or held prompt."""
-        if self._held.get(prompt.request_id) is not None:
-            raise InvalidArgument(f"request_id = {prompt.request_id!r} is that of a held prompt")
-        with self._reading_ids.using(prompt.request_id):
+        with self._reading_ids.using(prompt.request_id, self._held):
             return await self._prefill(prompt, hold_s=hold_s)
 
     async def _prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
@@ -227,7 +224,7 @@ class EmbeddedPrefill(RoleEngine):
 
 def _stored_reads(parts: EngineParts) -> StoredReads | None:
     """Reads of the store from the first block on that the prefix cache lacks."""
-    stored, block_tokens = stored_kv(parts.store, parts.policy), parts.options.block_tokens
+    stored, block_tokens = parts.stored_kv(), parts.options.block_tokens
     if stored is None:
         return None
 

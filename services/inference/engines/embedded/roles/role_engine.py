@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Self
 
@@ -18,19 +18,18 @@ from forge.runtime.concurrency.futures import settle
 from forge.runtime.telemetry import log
 from services.inference.engines.base import EngineStatus, ModelLimits, Probe
 from services.inference.engines.cache_reports.cache_log import CacheLog
-from services.inference.engines.embedded.kv.prefix_cache import KvCache, cache_sizes
+from services.inference.engines.embedded.kv.prefix_cache import cache_sizes
 from services.inference.engines.embedded.memory_shortage import attempt
 from services.inference.engines.embedded.messages import Swap
-from services.inference.engines.embedded.model.policy import Policy, StagedWeights
+from services.inference.engines.embedded.model.policy import StagedWeights
 from services.inference.engines.embedded.roles.wiring import (
     CAPABILITIES,
+    EngineParts,
     build_policy,
     kv_store,
-    prefix_cache,
 )
 from services.inference.engines.embedded.stored_kv import architecture
 from services.inference.engines.grammar_masks import Grammars
-from services.inference.engines.kv_store.store import KvStore
 from services.inference.engines.provider import EngineOptions
 
 NEVER_RESTART = Restart(max_restarts=0)
@@ -53,20 +52,6 @@ class Work:
             self.none.clear()
         else:
             self.none.set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """The parts of an engine of any role."""
-
-    policy: Policy
-    options: EngineOptions
-    store: KvStore | None
-    cache_log: CacheLog
-
-    def prefix_cache(self, *, resumes: bool) -> KvCache:
-        """Make an empty prefix cache; `resumes` as of `KvCache`."""
-        return prefix_cache(self.options, self.policy, self.cache_log, resumes=resumes)
 
 
 class RoleEngine(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -79,34 +79,41 @@ def build_policy(options: EngineOptions) -> Policy:
     return policy
 
 
-def prefix_cache(
-    options: EngineOptions, policy: Policy, log: CacheLog, *, resumes: bool
-) -> KvCache:
-    """An empty prefix cache, whose changes go to `log`; `resumes` as of `KvCache`."""
-    return KvCache(
-        policy.kv_shape,
-        block_tokens=options.block_tokens,
-        capacity_bytes=options.cache_bytes,
-        listener=log,
-        resumes=resumes,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The parts of an engine of any role."""
+
+    policy: Policy
+    options: EngineOptions
+    store: KvStore | None
+    cache_log: CacheLog
+
+    def prefix_cache(self, *, resumes: bool) -> KvCache:
+        """Make an empty prefix cache; `resumes` as of `KvCache`."""
+        return KvCache(
+            self.policy.kv_shape,
+            block_tokens=self.options.block_tokens,
+            capacity_bytes=self.options.cache_bytes,
+            listener=self.cache_log,
+            resumes=resumes,
+        )
+
+    def stored_kv(self) -> StoredKv | None:
+        """The store for tensors of this model; None without one."""
+        return None if self.store is None else StoredKv(self.store, self.policy.kv_shape)
 
 
 def prefill_actor(
-    options: EngineOptions,
-    policy: Policy,
-    cache: KvCache,
-    store: KvStore | None,
-    *,
-    beside_steps: bool = False,
+    parts: EngineParts, cache: KvCache, *, beside_steps: bool = False
 ) -> PrefillActor:
     """The actor that reads prompts; `beside_steps`: passes alternate with decode steps."""
+    options, policy = parts.options, parts.policy
     fitting = _CPU_PASS_TOKENS if policy.device.type == "cpu" else _GPU_PASS_TOKENS
     packed = packed_attention(policy.kv_shape)
     actor = PrefillActor(
         policy,
         cache,
-        stored_kv(store, policy),
+        parts.stored_kv(),
         block_tokens=options.block_tokens,
         pass_tokens=options.pass_tokens or fitting,
         threads=options.threads,
@@ -119,28 +126,22 @@ def prefill_actor(
 
 
 def decode_actor(
-    options: EngineOptions,
-    policy: Policy,
-    cache: KvCache,
-    store: KvStore | None,
-    *,
-    kv_bytes: int,
-    resumes: bool,
+    parts: EngineParts, cache: KvCache, *, kv_bytes: int, resumes: bool
 ) -> DecodeActor:
     """The actor that samples; `kv_bytes` for running sequences and shared prefixes. `resumes`: it
     also keeps states for prompts that continue its answers. Raises ConfigError without memory for
     one sequence."""
-    shape = policy.kv_shape
-    most = running_limit(options, policy, kv_bytes=kv_bytes, resumes=resumes)
+    options, shape = parts.options, parts.policy.kv_shape
+    most = running_limit(parts, kv_bytes=kv_bytes, resumes=resumes)
     states = None
     if shape.states is not None:
         block_tokens = options.block_tokens if resumes else 0
         states = StateRows(shape.states, shape.device, rows=most, block_tokens=block_tokens)
         kv_bytes -= states.bytes
     return DecodeActor(
-        _decode_step(options, policy, cache, states, kv_bytes),
+        _decode_step(parts, cache, states, kv_bytes),
         cache,
-        stored_kv(store, policy),
+        parts.stored_kv(),
         max_running=most,
         max_waiting=_MAX_WAITING,
         threads=options.threads,
@@ -149,12 +150,9 @@ def decode_actor(
 
 
 def _decode_step(
-    options: EngineOptions,
-    policy: Policy,
-    cache: KvCache,
-    states: StateRows | None,
-    kv_bytes: int,
+    parts: EngineParts, cache: KvCache, states: StateRows | None, kv_bytes: int
 ) -> DecodeStep:
+    options, policy = parts.options, parts.policy
     shape, context_tokens = policy.kv_shape, policy.limits.context_tokens
     depth = DepthChooser(options.draft_tokens, adaptive=options.adaptive_drafts)
     # The pass over extents has no recurrent layers.
@@ -170,19 +168,19 @@ def _decode_step(
     return DecodeStep(policy, extents, None, drafter, depth, device_pass=device_pass)
 
 
-def running_limit(options: EngineOptions, policy: Policy, *, kv_bytes: int, resumes: bool) -> int:
+def running_limit(parts: EngineParts, *, kv_bytes: int, resumes: bool) -> int:
     """Most requests that sample at the same time; arguments are those of `decode_actor`. Raises
     ConfigError without memory for the states of one."""
-    shape = policy.kv_shape
+    shape = parts.policy.kv_shape
     if shape.states is None:
-        return options.max_running
+        return parts.options.max_running
     rows = state_rows(shape, kv_bytes, copies=2 if resumes else 1)
     if not rows:
         raise ConfigError(
             f"kv.mib: {kv_bytes >> 20} MiB for running requests have no room for the recurrent "
             f"states of one request, {shape.state_bytes >> 20} MiB, and its keys and values"
         )
-    return min(options.max_running, rows)
+    return min(parts.options.max_running, rows)
 
 
 def _prefixes(policy: Policy, cache: KvCache, running: Slabs[Any]) -> SharedPrefixes | None:
@@ -205,8 +203,3 @@ def kv_store(options: EngineOptions, policy: Policy) -> KvStore | None:
         log.warning("kv_store_not_used", reason="the model's recurrent layers have states")
         return None
     return KvStore(options.kv_store, token_bytes=StoredKv.token_bytes(policy.kv_shape))
-
-
-def stored_kv(store: KvStore | None, policy: Policy) -> StoredKv | None:
-    """The store for tensors of this model; None without one."""
-    return None if store is None else StoredKv(store, policy.kv_shape)

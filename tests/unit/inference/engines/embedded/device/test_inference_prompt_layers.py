@@ -19,6 +19,7 @@ from services.inference.engines.embedded.device import prompt_layers
 from services.inference.engines.embedded.device.prompt_layers import PromptLayers
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.roles import wiring
+from services.inference.engines.embedded.roles.wiring import EngineParts
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensor_bytes import to_named
 
@@ -130,7 +131,8 @@ def test_passes_are_shorter_where_steps_wait_for_them(
     end; a setting is taken as it is."""
     policy.device = torch.device(device)
     options = EngineOptions(model_path="", request_timeout_s=1.0, pass_tokens=asked)
-    cache = wiring.prefix_cache(options, policy, CacheLog(), resumes=False)
-    actor = wiring.prefill_actor(options, policy, cache, None, beside_steps=beside_steps)
+    parts = EngineParts(policy=policy, options=options, store=None, cache_log=CacheLog())
+    cache = parts.prefix_cache(resumes=False)
+    actor = wiring.prefill_actor(parts, cache, beside_steps=beside_steps)
     assert (actor._limit.tokens, actor.beside_tokens) == (tokens, awaited)
     assert (actor._layers is not None) == (device == "cuda")
