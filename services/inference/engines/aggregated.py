@@ -29,7 +29,7 @@ from services.inference.engines.base import (
     RefusedHandOff,
     Tokens,
 )
-from services.inference.engines.refusals import lacking, refusal
+from services.inference.engines.refusals import lacking, refusal, rest_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,13 +179,14 @@ class Aggregated(Served):
     def _read_again(self, prompt: Prompt, first: Tokens) -> AsyncGenerator[Piece, None]:
         """Sample behind `first` in a new stream. Raises RefusedHandOff where the engine cannot
         continue such an answer."""
-        rest = continued(prompt, first)
-        if lacking(rest.sampling, self.capabilities):
+        sampling = rest_of(prompt.sampling, len(first.ids))
+        if lacking(sampling, self.capabilities):
             raise RefusedHandOff(
                 f"request {prompt.request_id} is no longer held here: "
-                f"{refusal(rest.sampling, self.capabilities)}"
+                f"{refusal(sampling, self.capabilities)}"
             )
-        return self._counted(rest)
+        ids = prompt.ids + int32_bytes(first.ids)
+        return self._counted(replace(prompt, ids=ids, sampling=sampling))
 
     async def _counted(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
         """Yield the engine's pieces; count the request until they end."""
@@ -196,24 +197,6 @@ class Aggregated(Served):
                     yield piece
         finally:
             self.count(-1)
-
-
-def continued(prompt: Prompt, sampled: Tokens) -> Prompt:
-    """Return the request that continues an answer behind `sampled`."""
-    count, asked = len(sampled.ids), prompt.sampling
-    grammar, change = asked.grammar, asked.reweighting
-    if grammar is not None:
-        grammar = replace(grammar, matched_tokens=grammar.matched_tokens + count)
-    if change is not None:
-        change = replace(change, answered_tokens=change.answered_tokens + count)
-    sampling = replace(
-        asked,
-        max_tokens=asked.max_tokens - count,
-        min_tokens=max(0, asked.min_tokens - count),
-        grammar=grammar,
-        reweighting=change,
-    )
-    return replace(prompt, ids=prompt.ids + int32_bytes(sampled.ids), sampling=sampling)
 
 
 def part(tokens: Tokens, start: int, end: int | None) -> Tokens:

@@ -1,14 +1,16 @@
-"""Refuses requests that an engine cannot serve completely, and ids in use; the error has the
-engine's name or the id."""
+"""Refuses requests, and rests of them, that an engine cannot serve completely, and ids in use; the
+error has the engine's name or the id."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from forge.core.errors import InvalidArgument, UnsupportedByEngines
-from services.inference.engines.base import Grammar, Prompt, Reweighting, Sampling
+from services.inference.engines.base import Grammar, Prompt, RefusedHandOff, Reweighting, Sampling
 from services.inference.engines.capabilities import Capabilities
+from services.inference.engines.metrics import REFUSED_HAND_OFFS
 
 
 def check_request(prompt: Prompt, able: Capabilities) -> None:
@@ -65,6 +67,28 @@ def _lacking_penalties(change: Reweighting, able: Capabilities) -> Iterator[str]
             f"sampling.answered_tokens = {change.answered_tokens} with presence_penalty or "
             "frequency_penalty: it counts the tokens of an answer from its first one"
         )
+
+
+def rest_of(sampling: Sampling, sampled: int) -> Sampling:
+    """Return the parameters that continue an answer behind `sampled` tokens."""
+    grammar, change = sampling.grammar, sampling.reweighting
+    if grammar is not None:
+        grammar = replace(grammar, matched_tokens=grammar.matched_tokens + sampled)
+    if change is not None:
+        change = replace(change, answered_tokens=change.answered_tokens + sampled)
+    return replace(
+        sampling,
+        max_tokens=sampling.max_tokens - sampled,
+        min_tokens=max(0, sampling.min_tokens - sampled),
+        grammar=grammar,
+        reweighting=change,
+    )
+
+
+def refused(reason: str, words: str) -> RefusedHandOff:
+    """Return the error of a hand-off that is not used; count it by `reason`."""
+    REFUSED_HAND_OFFS.labels(reason).inc()
+    return RefusedHandOff(words)
 
 
 class UsedIds:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from forge.core.errors import Unavailable, UnsupportedByEngines
 from services.inference.engines.base import Sampling
-from services.inference.engines.refusals import lacking, refusal
+from services.inference.engines.refusals import lacking, refusal, rest_of
 from services.inference.router.fleet.workers import Engine, Worker
 
 T = TypeVar("T", bound=Worker)
@@ -94,19 +94,7 @@ class Needs:
     def _rest(self) -> Sampling | None:
         """The parameters for the rest of the answer, as `codec.sampling_of_rest` sends them."""
         asked, sampled = self.sampling, self.sampled_tokens
-        if asked is None or not sampled:
-            return asked
-        grammar, change = asked.grammar, asked.reweighting
-        if grammar is not None:
-            grammar = replace(grammar, matched_tokens=grammar.matched_tokens + sampled)
-        if change is not None:
-            change = replace(change, answered_tokens=change.answered_tokens + sampled)
-        return replace(
-            asked,
-            grammar=grammar,
-            reweighting=change,
-            min_tokens=max(0, asked.min_tokens - sampled),
-        )
+        return asked if asked is None or not sampled else rest_of(asked, sampled)
 
 
 NO_NEEDS = Needs()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from forge.core.routes import RouteShape, RouteSpan
-from services.inference.engines.base import KvSpan, RefusedHandOff
+from services.inference.engines.base import KvSpan
 from services.inference.engines.embedded.recurrent.shape import StateShape
-from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.refusals import refused
 from services.inference.engines.tensor_bytes import NAMES
 
 
@@ -63,36 +63,35 @@ class KvShape:
         """Raises RefusedHandOff unless `span` has the tokens `from_token` to `to_token` of this
         model."""
         if span.fingerprint and self.fingerprint and span.fingerprint != self.fingerprint:
-            REFUSED_HAND_OFFS.labels("model").inc()
-            raise RefusedHandOff("the hand-off is of another model")
+            raise refused("model", "the hand-off is of another model")
         place = (span.from_token, span.from_token + span.tokens)
         if place != (from_token, to_token):
-            REFUSED_HAND_OFFS.labels("place").inc()
-            raise RefusedHandOff(
+            raise refused(
+                "place",
                 f"the hand-off has the tokens {place[0]} to {place[1]}; the request lacks "
-                f"{from_token} to {to_token}"
+                f"{from_token} to {to_token}",
             )
         wanted = (self.layers, 2, self.heads, span.tokens, self.head_size)
         size = span.tokens * self.token_bytes
         has = len(span.data) if span.kept is None else size
         found = (span.dtype, tuple(span.shape), has)
         if found != (NAMES[self.dtype], wanted, size):
-            REFUSED_HAND_OFFS.labels("shape").inc()
-            raise RefusedHandOff(
+            raise refused(
+                "shape",
                 f"the hand-off is {span.dtype} {list(span.shape)} in {has} bytes; this "
-                f"model has {NAMES[self.dtype]} {list(wanted)} in {size} bytes"
+                f"model has {NAMES[self.dtype]} {list(wanted)} in {size} bytes",
             )
         if span.routes and len(span.routes) != span.tokens * self.route_bytes:
-            REFUSED_HAND_OFFS.labels("shape").inc()
-            raise RefusedHandOff(
+            raise refused(
+                "shape",
                 f"the hand-off has {len(span.routes)} bytes of experts; {span.tokens} tokens of "
-                f"this model have {span.tokens * self.route_bytes}"
+                f"this model have {span.tokens * self.route_bytes}",
             )
         if span.kept is None and len(span.recurrent) != self.state_bytes:
-            REFUSED_HAND_OFFS.labels("shape").inc()
-            raise RefusedHandOff(
+            raise refused(
+                "shape",
                 f"the hand-off has {len(span.recurrent)} bytes of recurrent states; this model has "
-                f"{self.state_bytes}"
+                f"{self.state_bytes}",
             )
 
     def empty(self, tokens: int) -> torch.Tensor:
