@@ -234,7 +234,7 @@ async def test_landing_memory_is_bounded(workers: Joined, monkeypatch: pytest.Mo
     """With room for one prompt, three arrive one after the other: the blocks of the others wait at
     their sender, and all are answered."""
     room, most = workers.decode.fetcher.room, 0
-    monkeypatch.setattr(room, "_capacity_bytes", 1)
+    monkeypatch.setattr(room, "capacity_bytes", 1)
     prompts = [prompt_ids(400 + n, seed=n) for n in range(3)]
     sampling = asyncio.gather(*(workers.sample(ids) for ids in prompts))
     while not sampling.done():

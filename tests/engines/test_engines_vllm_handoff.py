@@ -296,12 +296,12 @@ async def test_held_prompts_have_bounded_memory(pair: Pair) -> None:
     """A prompt waits until others are fetched, released or expired; one above all of it is
     refused."""
     prefill: Any = pair.prefill
-    budget = prefill._hand_offs._budget
-    room = budget._capacity_bytes
+    budget = prefill._hand_offs._room
+    room = budget.capacity_bytes
     one = make_prompt(prompt_ids(100, seed=8), GREEDY)
     other = make_prompt(prompt_ids(100, seed=9), GREEDY)
     try:
-        budget._capacity_bytes = 300_000
+        budget.capacity_bytes = 300_000
         await prefill.prefill(one, hold_s=60)
         waiting = asyncio.create_task(prefill.prefill(other, hold_s=0.2))
         await until(lambda: budget._line)
@@ -311,13 +311,13 @@ async def test_held_prompts_have_bounded_memory(pair: Pair) -> None:
         await until(lambda: not prefill._held)
         with pytest.raises(NotFound):
             await prefill.fetch_kv(other.request_id, from_token=0)
-        budget._capacity_bytes = 1000
+        budget.capacity_bytes = 1000
         with pytest.raises(ResourceExhausted):
             await prefill.prefill(one, hold_s=60)
     finally:
-        budget._capacity_bytes = room
+        budget.capacity_bytes = room
     await prefill.idle()
-    assert budget._used_bytes == 0
+    assert budget.used_bytes == 0
 
 
 async def test_abandoned_requests_leave_nothing(pair: Pair) -> None:

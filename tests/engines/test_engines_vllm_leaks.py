@@ -91,7 +91,7 @@ async def test_prompt_without_memory_for_its_keys_gives_its_room_back(
             if name == "memfd_create":
                 with pytest.raises(ResourceExhausted, match="no memory for keys and values"):
                     await kind.save(prompt)
-        assert kind._budget._used_bytes == 0
+        assert kind._room.used_bytes == 0
     loading = await kind.load(span, prompt)
     assert loading is not None
     loading.close()

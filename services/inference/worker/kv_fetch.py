@@ -29,13 +29,13 @@ from services.inference.engines.base import (
     KvSpan,
     OtherWeights,
     PrefillEngine,
-    RefusedHandOff,
 )
+from services.inference.engines.byte_room import ByteRoom
 from services.inference.engines.capabilities import EARLY_HAND_OFF
-from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.refusals import refused
 from services.inference.worker import shared_memory
-from services.inference.worker.landing_memory import Landing, LandingRoom
-from services.inference.worker.metrics import HAND_OFFS
+from services.inference.worker.landing_memory import Landing
+from services.inference.worker.metrics import HAND_OFFS, LANDING_BYTES
 
 UNSHARED_S = 60.0
 """Time without shared memory after a file that could not be opened or mapped."""
@@ -57,8 +57,8 @@ class KvFetcher:
         self.channels = channels
         self.silence_s = silence_s
         self.local = local
-        self.room = LandingRoom(landing_bytes)
-        self.whole_room = LandingRoom(landing_bytes)
+        self.room = ByteRoom(landing_bytes, on_change=LANDING_BYTES.inc)
+        self.whole_room = ByteRoom(landing_bytes, on_change=LANDING_BYTES.inc)
         """Apart: a computed prompt does not wait for those that are still computed."""
         self.shared_memory = place()
         self.clock = time.monotonic
@@ -132,11 +132,9 @@ class KvFetch:
         except FailedPrecondition as error:
             if from_token:
                 raise OtherWeights(f"hand-off from {address}: {error}") from error
-            REFUSED_HAND_OFFS.labels("model").inc()
-            raise RefusedHandOff(f"hand-off from {address}: {error}") from error
+            raise refused("model", f"hand-off from {address}: {error}") from error
         except DataLoss as error:
-            REFUSED_HAND_OFFS.labels("damaged").inc()
-            raise RefusedHandOff(f"hand-off from {address}: {error}") from error
+            raise refused("damaged", f"hand-off from {address}: {error}") from error
         if span is None:
             raise Unavailable(f"{address} ended its stream before the last keys and values")
         HAND_OFFS.labels("early" if self._request.early else "whole").inc()

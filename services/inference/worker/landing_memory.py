@@ -1,87 +1,30 @@
 """Keys and values that arrive, in memory that is bounded; those in blocks are joined.
 
-Owns the memory of one decode worker for prompts that arrive. A block that has no room is not read,
-so that its sender waits.
+A block that has no room is not read, so that its sender waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forge.core.errors import ResourceExhausted
-from services.inference.engines.base import KvSpan, RefusedHandOff
-from services.inference.engines.metrics import REFUSED_HAND_OFFS
-from services.inference.worker.metrics import LANDING_BYTES
+from services.inference.engines.base import KvSpan
+from services.inference.engines.byte_room import ByteRoom
+from services.inference.engines.refusals import refused
 
 _INLINE_BYTES = 1 << 18
 """Blocks up to this size are copied on the event loop."""
 _RETRY_AFTER_S = 0.5
 
 
-class LandingRoom:
-    """At most `capacity_bytes` of prompts on their way, or one prompt; granted in order."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self.used_bytes = 0
-
-    async def take(self, needed_bytes: int) -> None:
-        """Wait for memory.
-
-        A prompt asks with its first block, so it has its memory at the sender already and needs
-        none that waits for this one: each wait ends.
-        """
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((needed_bytes, granted))
-        self._advance()
-        try:
-            await granted
-        except BaseException:
-            if granted.done() and not granted.cancelled():
-                self.give(needed_bytes)
-            self._advance()
-            raise
-
-    @asynccontextmanager
-    async def taken(self, needed_bytes: int) -> AsyncIterator[None]:
-        """Around the use of memory, once there is some."""
-        await self.take(needed_bytes)
-        try:
-            yield
-        finally:
-            self.give(needed_bytes)
-
-    def give(self, freed_bytes: int) -> None:
-        """Give memory back."""
-        self.used_bytes -= freed_bytes
-        LANDING_BYTES.dec(freed_bytes)
-        self._advance()
-
-    def _advance(self) -> None:
-        while self._line:
-            needed_bytes, granted = self._line[0]
-            # Done: its caller has left.
-            if not granted.done():
-                if self.used_bytes and self.used_bytes + needed_bytes > self._capacity_bytes:
-                    return
-                self.used_bytes += needed_bytes
-                LANDING_BYTES.inc(needed_bytes)
-                granted.set_result(None)
-            self._line.popleft()
-
-
 class Landing:
     """Joins the blocks of one prompt, from one token to another."""
 
-    def __init__(self, room: LandingRoom, *, from_token: int, to_token: int) -> None:
+    def __init__(self, room: ByteRoom, *, from_token: int, to_token: int) -> None:
         self._room = room
         self._start = self._next = from_token
         self._end = to_token
@@ -100,6 +43,8 @@ class Landing:
         if self._first is None:
             self._first = block
             needed_bytes = outer * inner * (self._end - self._start)
+            # The prompt has its memory at the sender, and needs none that waits for this one: each
+            # wait ends.
             await self._room.take(needed_bytes)
             self._taken_bytes = needed_bytes
             self._joined = self._allocated(outer, inner)
@@ -145,22 +90,22 @@ class Landing:
         first = self._first or block
         place = (block.from_token, block.from_token + block.tokens)
         if place[0] != self._next or not place[0] < place[1] <= self._end:
-            REFUSED_HAND_OFFS.labels("place").inc()
-            raise RefusedHandOff(
+            raise refused(
+                "place",
                 f"a block of the hand-off has the tokens {place[0]} to {place[1]}; {self._next} to "
-                f"{self._end} are missing"
+                f"{self._end} are missing",
             )
         if _kind(block) != _kind(first) or block.version != first.version:
-            REFUSED_HAND_OFFS.labels("shape").inc()
-            raise RefusedHandOff(
+            raise refused(
+                "shape",
                 f"a block of the hand-off is {_kind(block)} of version {block.version}; those "
-                f"before it are {_kind(first)} of version {first.version}"
+                f"before it are {_kind(first)} of version {first.version}",
             )
         if len(block.shape) != 5 or block.shape[3] != block.tokens:
-            REFUSED_HAND_OFFS.labels("shape").inc()
-            raise RefusedHandOff(
+            raise refused(
+                "shape",
                 f"a block of the hand-off with {block.tokens} tokens has the shape "
-                f"{list(block.shape)}"
+                f"{list(block.shape)}",
             )
 
 
@@ -176,9 +121,9 @@ def _layout(block: KvSpan) -> tuple[int, int]:
     tokens = max(1, block.tokens)
     inner = len(block.data) // max(1, outer * tokens)
     if not outer or not inner or inner * outer * tokens != len(block.data):
-        REFUSED_HAND_OFFS.labels("shape").inc()
-        raise RefusedHandOff(
+        raise refused(
+            "shape",
             f"a block of the hand-off with {len(block.data)} bytes does not fill "
-            f"{list(block.shape)}"
+            f"{list(block.shape)}",
         )
     return outer, inner

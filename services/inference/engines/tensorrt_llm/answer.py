@@ -43,12 +43,8 @@ class LlmAnswer:
         self._prompt_ids = list(int32_array(prompt.ids))
         self._hand_off = hand_off
         self._tokens = Sampled()
-        self._versions: list[int] = []
         if first is not None:
-            self._tokens = Sampled(
-                ids=list(first.ids), logprobs=list(first.logprobs), top=list(first.top)
-            )
-            self._versions = list(first.versions)
+            self._tokens.extend(first)
         self._error: ForgeError | None = None
         self._news = asyncio.Event()
         self._stopping = False
@@ -73,12 +69,7 @@ class LlmAnswer:
             self._news.clear()
             ready = self.finish is not None or (not whole and len(self._tokens.ids) > count)
             if ready:
-                return Tokens(
-                    ids=tuple(self._tokens.ids[count:]),
-                    logprobs=tuple(self._tokens.logprobs[count:]),
-                    versions=tuple(self._versions[count:]),
-                    top=tuple(self._tokens.top[count:]),
-                )
+                return self._tokens.tokens(count)
             if self._error is not None:
                 raise self._error
             await self._news.wait()
@@ -166,9 +157,8 @@ class LlmAnswer:
             self._note_end(empty=seen == start)
 
     def _take(self, output: Any, leg: Leg, seen: int) -> int:
-        found = read_tokens(output, start=seen, sampling=self._sampling)
+        found = read_tokens(output, start=seen, sampling=self._sampling, version=leg.version)
         self._tokens.extend(found)
-        self._versions += [leg.version] * len(found.ids)
         return len(found.ids)
 
     def _note_end(self, *, empty: bool) -> None:

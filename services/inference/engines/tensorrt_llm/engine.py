@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,9 @@ from forge.core.token_columns import int32_array
 from forge.runtime.actors.actor import Actor
 from forge.runtime.actors.actor_system import ActorRef, ActorSystem
 from forge.runtime.actors.supervision import Restart
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from services.inference.engine_settings import TensorRtLlmSettings
+from services.inference.engines.aggregated import part
 from services.inference.engines.arriving import Arriving
 from services.inference.engines.base import (
     EngineStatus,
@@ -32,14 +33,12 @@ from services.inference.engines.base import (
     Prefilled,
     Probe,
     Prompt,
-    RefusedHandOff,
     Tokens,
 )
 from services.inference.engines.cache_reports.cache_log import CacheLog
-from services.inference.engines.metrics import REFUSED_HAND_OFFS
 from services.inference.engines.model_limits import read_limits
 from services.inference.engines.provider import EngineOptions
-from services.inference.engines.refusals import UsedIds
+from services.inference.engines.refusals import UsedIds, refused
 from services.inference.engines.tensorrt_llm.answer import LlmAnswer
 from services.inference.engines.tensorrt_llm.arguments import Role, engine_arguments, transfers
 from services.inference.engines.tensorrt_llm.cache_events import CacheEvents
@@ -184,9 +183,7 @@ class TensorRtLlm:
 
     async def close(self) -> None:
         """See `Engine`."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await cancel_and_wait(*self._watches)
         await self._llm.close()
 
     async def prefill(self, prompt: Prompt, *, hold_s: float) -> Prefilled:
@@ -290,7 +287,7 @@ class TensorRtLlm:
                 answer.stop()
                 raise
             self._hold(prompt, hold_s, version=tokens.versions[0], answer=answer)
-        return _only_first(tokens)
+        return part(tokens, 0, 1)
 
     async def _read_once(self, prompt: Prompt, hold_s: float) -> Tokens:
         with self._reading_ids.using(prompt.request_id, self._held):
@@ -314,7 +311,7 @@ class TensorRtLlm:
         async with llm.leg(int32_array(prompt.ids), params, hand_off=context) as leg:
             result = await leg.result
         output = result.outputs[0]
-        found = read_tokens(output, start=0, sampling=sampling)
+        found = read_tokens(output, start=0, sampling=sampling, version=leg.version)
         if not single:
             hand_off = write_hand_off(
                 output.disaggregated_params,
@@ -322,14 +319,7 @@ class TensorRtLlm:
                 prompt_tokens=prompt.tokens,
             )
             self._hold(prompt, hold_s, version=leg.version, hand_off=hand_off)
-        return _only_first(
-            Tokens(
-                ids=tuple(found.ids),
-                logprobs=tuple(found.logprobs),
-                versions=(leg.version,) * len(found.ids),
-                top=tuple(found.top),
-            )
-        )
+        return part(found.tokens(), 0, 1)
 
     def _hold(
         self,
@@ -364,15 +354,6 @@ class TensorRtLlm:
         self._llm.died.add_done_callback(lambda died: owner.tell(died.result()))
 
 
-def _only_first(tokens: Tokens) -> Tokens:
-    return Tokens(
-        ids=tokens.ids[:1],
-        logprobs=tokens.logprobs[:1],
-        versions=tokens.versions[:1],
-        top=tokens.top[:1],
-    )
-
-
 async def _received(fetch_kv: FetchKv, prompt: Prompt) -> HandOff | None:
     """Return the hand-off of a prefill engine; None if it is not of this kind. Raises
     `RefusedHandOff` for a damaged one, and for one of another prompt."""
@@ -383,18 +364,16 @@ async def _received(fetch_kv: FetchKv, prompt: Prompt) -> HandOff | None:
     try:
         hand_off = read_hand_off(span.data)
     except DataLoss as error:
-        REFUSED_HAND_OFFS.labels("damaged").inc()
-        raise RefusedHandOff(str(error)) from error
+        raise refused("damaged", str(error)) from error
     if hand_off.prompt_tokens != prompt.tokens:
         # The library would continue the keys and values of the other prompt.
-        REFUSED_HAND_OFFS.labels("place").inc()
-        raise RefusedHandOff(
+        raise refused(
+            "place",
             f"the hand-off is of a prompt of {hand_off.prompt_tokens} tokens, this one has "
-            f"{prompt.tokens}"
+            f"{prompt.tokens}",
         )
     return hand_off
 
 
 async def _settled(tasks: set[asyncio.Task[Any]]) -> None:
-    with suppress(Exception):
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -20,7 +20,6 @@ from forge.runtime.telemetry import log
 from services.inference.engine_settings import TensorRtLlmSettings
 from services.inference.engines.arriving import Arriving
 from services.inference.engines.base import ModelLimits, Probe
-from services.inference.engines.tensorrt_llm.gate import Gate
 from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.metrics import RESTARTS
@@ -49,6 +48,30 @@ _THREAD = "tensorrt_llm"
 
 class EngineDied(Exception):
     """The library's engine cannot be used any more: the worker must end."""
+
+
+class Gate:
+    """Open but during an update; one update at a time."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._updates = asyncio.Lock()
+
+    async def passed(self) -> None:
+        """Wait until it is open; it stays so until the next await of the caller."""
+        while not self._open.is_set():
+            await self._open.wait()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncGenerator[None, None]:
+        """Keep it closed within."""
+        async with self._updates:
+            self._open.clear()
+            try:
+                yield
+            finally:
+                self._open.set()
 
 
 class Leg:
@@ -263,7 +286,12 @@ class Llm:
             rounded = weights.rounded or self._rounds
             tolerance = self._checkpoint.probe_tolerance if rounded else None
             await check_probe(
-                self, probe, version=version, limits=self._limits, rounded_tolerance=tolerance
+                self.engine,
+                self.library,
+                probe,
+                version=version,
+                limits=self._limits,
+                rounded_tolerance=tolerance,
             )
             self.version = version
         except BaseException as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forge.core.errors import ForgeError, UnsupportedByEngines
-from services.inference.engines.base import Finish, Likeliest, Sampling
+from services.inference.engines.base import Finish, Likeliest, Sampling, Tokens
 from services.inference.engines.capabilities import Capabilities
 from services.inference.engines.tensorrt_llm.library.library import Library
 from services.inference.engines.tensorrt_llm.library.surface import TARGET, Feature
@@ -58,13 +58,24 @@ class Sampled:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     top: list[Likeliest] = field(default_factory=list)
 
-    def extend(self, other: Sampled) -> None:
+    def extend(self, other: Sampled | Tokens) -> None:
         """Append the tokens of `other`."""
         self.ids += other.ids
         self.logprobs += other.logprobs
+        self.versions += other.versions
         self.top += other.top
+
+    def tokens(self, start: int = 0) -> Tokens:
+        """Return the tokens from number `start` on."""
+        return Tokens(
+            ids=tuple(self.ids[start:]),
+            logprobs=tuple(self.logprobs[start:]),
+            versions=tuple(self.versions[start:]),
+            top=tuple(self.top[start:]),
+        )
 
 
 def check_temperature(library: Library, sampling: Sampling) -> None:
@@ -112,9 +123,10 @@ def sampling_params(library: Library, sampling: Sampling, *, max_tokens: int, le
         raise UnsupportedByEngines(f"engine 'tensorrt_llm' refuses the request: {error}") from error
 
 
-def read_tokens(output: Any, *, start: int, sampling: Sampling) -> Sampled:
-    """Return the tokens of a CompletionOutput from `start` on. A greedy token is certain: its
-    log-prob is 0. Raises `WrongAnswer` for a token without a finite log-prob of its own."""
+def read_tokens(output: Any, *, start: int, sampling: Sampling, version: int) -> Sampled:
+    """Return the tokens of a CompletionOutput from `start` on, which weights `version` sampled. A
+    greedy token is certain: its log-prob is 0. Raises `WrongAnswer` for a token without a finite
+    log-prob of its own."""
     found = Sampled()
     entries: Sequence[Mapping[int, Any]] = output.logprobs or ()
     for place in range(start, len(output.token_ids)):
@@ -127,6 +139,7 @@ def read_tokens(output: Any, *, start: int, sampling: Sampling) -> Sampled:
             raise WrongAnswer(f"tensorrt_llm returned log-prob {logprob} of token {token}")
         found.ids.append(token)
         found.logprobs.append(logprob if sampling.temperature else 0.0)
+        found.versions.append(version)
         if sampling.top_logprobs:
             found.top.append(_likeliest(entry, sampling.top_logprobs))
     return found

@@ -11,7 +11,6 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from vllm.distributed.kv_events import (
 )
 from zmq.utils.monitor import recv_monitor_message
 
+from forge.runtime.concurrency.tasks import cancel_and_wait
 from forge.runtime.telemetry import log
 from services.inference.engines.cache_reports.block_chains import BlockChains
 from services.inference.engines.cache_reports.cache_log import CacheLog
@@ -131,10 +131,7 @@ class CacheFollower:
 
     async def close(self) -> None:
         """End."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await cancel_and_wait(self._task)
         self._sockets.remove()
         self._context.destroy(linger=0)
 

@@ -7,9 +7,7 @@ to GPU, and the workers move its parameters alone.
 
 from __future__ import annotations
 
-import asyncio
 import mmap
-from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +17,8 @@ import msgspec
 
 from forge.core.errors import ConfigError, DataLoss, ResourceExhausted
 from services.inference.engines.base import KvSpan, Prompt, RefusedHandOff
-from services.inference.engines.metrics import REFUSED_HAND_OFFS
+from services.inference.engines.byte_room import ByteRoom
+from services.inference.engines.refusals import refused
 from services.inference.engines.threads import run_to_end
 from services.inference.engines.vllm.exchange.kv_format import (
     Layout,
@@ -39,49 +38,6 @@ be copied."""
 NIXL_CONNECTOR = "NixlConnector"
 NIXL_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 """Parameters of a request whose keys and values another engine reads."""
-
-
-class Budget:
-    """Bounds the bytes of all hand-offs of a worker; those that do not fit wait in order."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._used_bytes = 0
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def take(self, size: int) -> None:
-        """Wait for room. Raises ResourceExhausted for more than all of it."""
-        if size > self._capacity_bytes:
-            raise ResourceExhausted(
-                f"keys and values of {size} bytes exceed all of {self._capacity_bytes} (kv.mib)",
-                retry_after_s=0.5,
-            )
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((size, granted))
-        self._advance()
-        try:
-            await granted
-        except BaseException:
-            if granted.done() and not granted.cancelled():
-                self._used_bytes -= size
-            self._advance()
-            raise
-
-    def give(self, size: int) -> None:
-        """Return room."""
-        self._used_bytes -= size
-        self._advance()
-
-    def _advance(self) -> None:
-        while self._line:
-            size, granted = self._line[0]
-            # Done: its caller has left.
-            if not granted.done():
-                if self._used_bytes + size > self._capacity_bytes:
-                    return
-                self._used_bytes += size
-                granted.set_result(None)
-            self._line.popleft()
 
 
 class Saving(Protocol):
@@ -121,10 +77,10 @@ class HandOffs(Protocol):
 class _Copy:
     """Memory of one prompt."""
 
-    def __init__(self, budget: Budget, size: int) -> None:
+    def __init__(self, room: ByteRoom, size: int) -> None:
         self.params: Params = {}
         self.memory = SharedMemory("forge-kv")
-        self._budget = budget
+        self._room = room
         self._size = size
 
     def data(self, returned: Params | None) -> bytes | memoryview:
@@ -135,7 +91,7 @@ class _Copy:
 
     def close(self) -> None:
         self.memory.close()
-        self._budget.give(self._size)
+        self._room.give(self._size)
 
 
 class CopyHandOffs:
@@ -147,12 +103,12 @@ class CopyHandOffs:
         self.fingerprint = fingerprint_of(layout, model=model)
         self._layout = layout
         self._block_tokens = block_tokens
-        self._budget = Budget(capacity_bytes)
+        self._room = ByteRoom(capacity_bytes)
 
     async def save(self, prompt: Prompt) -> _Copy:
         """See `HandOffs`. Raises ResourceExhausted."""
         blocks = prompt.tokens // self._block_tokens
-        copy = await self._room(_HEADER_BYTES + blocks * block_bytes(self._layout))
+        copy = await self._copy(_HEADER_BYTES + blocks * block_bytes(self._layout))
         copy.params = {SAVE: copy.memory.address} if blocks else {}
         return copy
 
@@ -169,7 +125,7 @@ class CopyHandOffs:
             raise _refused("shape", "it has other layers or blocks")
         if tokens > prompt.tokens or span.from_token:
             raise _refused("place", f"{tokens} tokens from {span.from_token}")
-        copy = await self._room(len(span.data))
+        copy = await self._copy(len(span.data))
         try:
             await run_to_end(partial(copy.memory.write, span.data))
         except OSError as error:
@@ -181,12 +137,18 @@ class CopyHandOffs:
         copy.params = {LOAD: copy.memory.address, TOKENS: tokens}
         return copy
 
-    async def _room(self, size: int) -> _Copy:
-        await self._budget.take(size)
+    async def _copy(self, size: int) -> _Copy:
+        capacity_bytes = self._room.capacity_bytes
+        if size > capacity_bytes:
+            raise ResourceExhausted(
+                f"keys and values of {size} bytes exceed all of {capacity_bytes} (kv.mib)",
+                retry_after_s=0.5,
+            )
+        await self._room.take(size)
         try:
-            return _Copy(self._budget, size)
+            return _Copy(self._room, size)
         except OSError as error:
-            self._budget.give(size)
+            self._room.give(size)
             raise _without_memory(error) from error
 
 
@@ -250,5 +212,4 @@ def _without_memory(error: OSError) -> ResourceExhausted:
 
 
 def _refused(reason: str, words: str) -> RefusedHandOff:
-    REFUSED_HAND_OFFS.labels(reason).inc()
-    return RefusedHandOff(f"hand-off of vLLM: {words}")
+    return refused(reason, f"hand-off of vLLM: {words}")

@@ -6,7 +6,8 @@ import pytest
 
 from forge.core.errors import ResourceExhausted
 from services.inference.engines.base import KvSpan
-from services.inference.worker.landing_memory import Landing, LandingRoom
+from services.inference.engines.byte_room import ByteRoom
+from services.inference.worker.landing_memory import Landing
 
 
 async def test_prompt_without_memory_is_refused_alone() -> None:
@@ -19,7 +20,7 @@ async def test_prompt_without_memory_is_refused_alone() -> None:
         shape=(2, 2, 1, 1, 4),
         data=bytes(64),
     )
-    room = LandingRoom(1 << 20)
+    room = ByteRoom(1 << 20)
     landing = Landing(room, from_token=0, to_token=1 << 50)
     with pytest.raises(ResourceExhausted, match="no memory for a hand-off"):
         await landing.add(block)

@@ -18,12 +18,8 @@ from forge.core.named_tensor import NamedTensor
 from forge.core.token_columns import int32_bytes
 from forge.runtime.actors.actor_system import ActorSystem
 from services.inference.engine_settings import TensorRtLlmSettings
-from services.inference.engines.base import (
-    Piece,
-    Prompt,
-    Sampling,
-    Tokens,
-)
+from services.inference.engines.aggregated import joined
+from services.inference.engines.base import Prompt, Sampling, Tokens
 from services.inference.engines.provider import EngineOptions
 from services.inference.engines.tensorrt_llm.arguments import Role
 from services.inference.engines.tensorrt_llm.engine import TensorRtLlm
@@ -101,7 +97,7 @@ async def _logprobs_equal(subject: Subject) -> str:
 
 async def _update_is_a_fresh_load(subject: Subject) -> str:
     """Other weights, then ours in small buckets: the answer is that of the checkpoint."""
-    small = replace(subject, settings=_with_buckets(subject.settings, mib=16))
+    small = replace(subject, settings=replace(subject.settings, update_bucket_mib=16))
     async with _engine(small, Role.BOTH) as engine:
         fresh = await _answer(engine, subject.prompt_ids, _GREEDY)
         await engine.load(_negated(subject.tensors), version=2)
@@ -229,15 +225,11 @@ async def _answer(
             fetched.set()
         return span
 
-    pieces: list[Piece] = []
+    answer = first
     async with aclosing((decode or prefill).decode(prompt, first, fetch, stream=True)) as stream:
         async for piece in stream:
-            pieces.append(piece)  # noqa: PERF401  # It grows while the stream runs.
-    parts = [first, *(piece.tokens for piece in pieces)]
-    return Tokens(
-        ids=tuple(one for part in parts for one in part.ids),
-        logprobs=tuple(one for part in parts for one in part.logprobs),
-    )
+            answer = joined(answer, piece.tokens)
+    return answer
 
 
 def _distance(found: tuple[float, ...], expected: tuple[float, ...]) -> str:
@@ -293,7 +285,3 @@ def _named(name: str, tensor: Any) -> NamedTensor:
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     dtype = str(tensor.dtype).removeprefix("torch.")
     return NamedTensor(name=name, dtype=dtype, shape=tuple(tensor.shape), data=data)
-
-
-def _with_buckets(settings: TensorRtLlmSettings, *, mib: int) -> TensorRtLlmSettings:
-    return replace(settings, update_bucket_mib=mib)

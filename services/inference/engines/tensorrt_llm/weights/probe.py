@@ -7,7 +7,7 @@ versions differ in how many places the list has.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from forge.runtime.telemetry import log
 from services.inference.engines import probes
@@ -17,31 +17,24 @@ from services.inference.engines.tensorrt_llm.library.surface import Feature
 from services.inference.engines.tensorrt_llm.requests import NO_END
 
 
-class Caller(Protocol):
-    """The engine of the library, while no request runs."""
-
-    library: Library
-
-    @property
-    def engine(self) -> Any:
-        """The library's own engine."""
-
-
 async def check_probe(
-    llm: Caller,
+    engine: Any,
+    library: Library,
     probe: Probe | None,
     *,
     version: int,
     limits: ModelLimits,
     rounded_tolerance: float | None,
 ) -> None:
-    """Compare the log-probs of the library's weights, which are `version`, with `probe` by the rule
-    of all engines. Raises `UnfitWeights` for other log-probs, `BrokenWeights` for NaN or infinity.
-    A library without log-probs of prompts logs a warning in place of the check.
-    `rounded_tolerance`: largest mean error, in nats, of a version that is published or served in 16
-    bits or fewer; None for any other."""
+    """Compare the log-probs of the weights of the library's `engine`, which are `version` and serve
+    no request yet, with `probe` by the rule of all engines. Raises `UnfitWeights` for other
+    log-probs, `BrokenWeights` for NaN or infinity. A library without log-probs of prompts logs a
+    warning in place of the check. `rounded_tolerance`: largest mean error, in nats, of a version
+    that is published or served in 16 bits or fewer; None for any other."""
     ids, probe = probes.computed_before_a_token(probe, limits, version=version)
-    found = await _logprobs(llm, ids, version) if Feature.PROBE in llm.library.features else None
+    found = None
+    if Feature.PROBE in library.features:
+        found = await _logprobs(engine, library, ids, version)
     if found is None:
         log.warning("tensorrt_llm_weights_not_probed", weight_version=version)
         return
@@ -50,16 +43,18 @@ async def check_probe(
     probes.check_probe(probe, found, version=version, rounded=rounded, rounded_tolerance=tolerance)
 
 
-async def _logprobs(llm: Caller, ids: Sequence[int], version: int) -> list[float] | None:
+async def _logprobs(
+    engine: Any, library: Library, ids: Sequence[int], version: int
+) -> list[float] | None:
     """Return the log-probs of all tokens but the first; None if the library returns none."""
-    params = llm.library.sampling_params(
+    params = library.sampling_params(
         max_tokens=1, end_id=NO_END, prompt_logprobs=0, seed=0, detokenize=False
     )
     arguments: dict[str, Any] = {"inputs": list(ids), "sampling_params": params}
-    if Feature.CACHE_SALT in llm.library.features:
+    if Feature.CACHE_SALT in library.features:
         # Cached blocks have no log-probs.
         arguments["cache_salt"] = f"probe-{version}"
-    result = await llm.engine.generate_async(**arguments)
+    result = await engine.generate_async(**arguments)
     return aligned(result.outputs[0].prompt_logprobs, ids[1:])
 
 

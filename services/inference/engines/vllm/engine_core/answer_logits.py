@@ -243,7 +243,7 @@ class AnswerSampler(Sampler):  # type: ignore[misc]
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `Sampler`. After penalties, before temperatures: ."""
+        """See `Sampler`: it comes after penalties and before temperatures."""
         _rescale(logits, _rows(sampling_metadata.logitsprocs))
         found: tuple[torch.Tensor, torch.Tensor | None] = super().sample(
             logits, sampling_metadata, *args, **options

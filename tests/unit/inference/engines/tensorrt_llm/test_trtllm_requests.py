@@ -95,11 +95,12 @@ def output(**changed: Any) -> Any:
 
 def test_logprob_is_read_by_token() -> None:
     """The likeliest token stands first and is not the sampled one."""
-    found = read_tokens(output(), start=0, sampling=replace(SAMPLED, top_logprobs=2))
+    found = read_tokens(output(), start=0, sampling=replace(SAMPLED, top_logprobs=2), version=3)
     assert found.ids == [4, 7]
     assert found.logprobs == [-2.0, -0.5]
+    assert found.versions == [3, 3]
     assert found.top == [((9, -0.1), (4, -2.0)), ((7, -0.5),)]
-    assert read_tokens(output(), start=1, sampling=SAMPLED).ids == [7]
+    assert read_tokens(output(), start=1, sampling=SAMPLED, version=3).ids == [7]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +115,12 @@ def test_logprob_is_read_by_token() -> None:
 def test_token_without_its_logprob_is_an_error(wrong: dict[str, Any]) -> None:
     """No log-prob of another token stands in."""
     with pytest.raises(WrongAnswer, match="4"):
-        read_tokens(output(**wrong), start=0, sampling=SAMPLED)
+        read_tokens(output(**wrong), start=0, sampling=SAMPLED, version=3)
 
 
 def test_greedy_token_is_certain() -> None:
     """Its log-prob is that of the sampled distribution, 0; the likeliest ones have the model's."""
-    found = read_tokens(output(), start=0, sampling=replace(GREEDY, top_logprobs=1))
+    found = read_tokens(output(), start=0, sampling=replace(GREEDY, top_logprobs=1), version=3)
     assert found.logprobs == [0.0, 0.0]
     assert found.top == [((9, -0.1),), ((7, -0.5),)]
 
