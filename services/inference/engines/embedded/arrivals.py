@@ -32,57 +32,47 @@ class ArrivedTensors:
     step."""
 
 
-class Arrivals:
-    """The hand-offs to one model, checked by `KvShape.check`."""
+def arrived_tensors(policy: Policy, span: KvSpan, request_id: str) -> ArrivedTensors:
+    """Decode a span that `KvShape.check` has passed. Raises ResourceExhausted without memory for
+    its tensors."""
+    tried = attempt(partial(_tensors, policy, span), policy.device)
+    if tried.result is None:
+        size = f"a hand-off of {span.tokens} tokens"
+        raise refusal("decode", request_id, size=size, shortage=tried.shortage)
+    return tried.result
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
 
-    def tensors(self, span: KvSpan, request_id: str) -> ArrivedTensors:
-        """Decode a span. Raises ResourceExhausted without memory for its tensors."""
-        tried = attempt(partial(self._tensors, span), self._policy.device)
-        if tried.result is None:
-            size = f"a hand-off of {span.tokens} tokens"
-            raise refusal("decode", request_id, size=size, shortage=tried.shortage)
-        return tried.result
-
-    def _tensors(self, span: KvSpan) -> ArrivedTensors:
-        return ArrivedTensors(
-            kv=self._on_device(span),
-            recurrent=self._recurrent(span),
-            routes=self._routes(span),
-            state=self._state(span),
-        )
-
-    def _on_device(self, span: KvSpan) -> torch.Tensor:
-        if isinstance(span.kept, HeldPrompt):
-            own = span.kept.kv[:, :, :, span.from_token :]
+def _tensors(policy: Policy, span: KvSpan) -> ArrivedTensors:
+    if isinstance(held := span.kept, HeldPrompt):
+        kv, recurrent = held.kv[:, :, :, span.from_token :], held.recurrent
+        if span.tokens < span.from_token:
             # A view would keep the memory of the whole prompt.
-            return own.clone() if span.tokens < span.from_token else own
-        fetched = from_bytes(span.data, dtype=span.dtype, shape=span.shape)
-        return fetched.to(self._policy.device)
+            kv = kv.clone()
+        state = held.state if policy.drafts is not None else None
+    else:
+        kv = from_bytes(span.data, dtype=span.dtype, shape=span.shape).to(policy.device)
+        recurrent, state = _recurrent(policy, span), _state(policy, span)
+    return ArrivedTensors(kv=kv, recurrent=recurrent, routes=_routes(policy, span), state=state)
 
-    def _recurrent(self, span: KvSpan) -> torch.Tensor | None:
-        if isinstance(span.kept, HeldPrompt):
-            return span.kept.recurrent
-        if not span.recurrent:
-            return None
-        shape = (1, len(span.recurrent))
-        return from_bytes(span.recurrent, dtype="uint8", shape=shape).to(self._policy.device)
 
-    def _routes(self, span: KvSpan) -> torch.Tensor:
-        shape = self._policy.kv_shape
-        if not span.routes:
-            return shape.unknown_routes(span.tokens)
-        rows = torch.frombuffer(bytearray(span.routes), dtype=torch.uint8)
-        return rows.view(span.tokens, shape.route_bytes)
+def _recurrent(policy: Policy, span: KvSpan) -> torch.Tensor | None:
+    if not span.recurrent:
+        return None
+    shape = (1, len(span.recurrent))
+    return from_bytes(span.recurrent, dtype="uint8", shape=shape).to(policy.device)
 
-    def _state(self, span: KvSpan) -> torch.Tensor | None:
-        policy = self._policy
-        if isinstance(span.kept, HeldPrompt):
-            return span.kept.state if policy.drafts is not None else None
-        fitting = len(span.last_state) == policy.head.channels * policy.dtype.itemsize
-        if policy.drafts is None or not span.last_state or not fitting:
-            return None
-        state = from_bytes(span.last_state, dtype=span.dtype, shape=(policy.head.channels,))
-        return state.to(policy.device)
+
+def _routes(policy: Policy, span: KvSpan) -> torch.Tensor:
+    shape = policy.kv_shape
+    if not span.routes:
+        return shape.unknown_routes(span.tokens)
+    rows = torch.frombuffer(bytearray(span.routes), dtype=torch.uint8)
+    return rows.view(span.tokens, shape.route_bytes)
+
+
+def _state(policy: Policy, span: KvSpan) -> torch.Tensor | None:
+    fitting = len(span.last_state) == policy.head.channels * policy.dtype.itemsize
+    if policy.drafts is None or not span.last_state or not fitting:
+        return None
+    state = from_bytes(span.last_state, dtype=span.dtype, shape=(policy.head.channels,))
+    return state.to(policy.device)

@@ -24,7 +24,7 @@ import torch
 from forge.core.errors import ResourceExhausted, Unavailable
 from forge.runtime.actors.actor import ThreadActor
 from services.inference.engines.base import BrokenWeights, Piece, Prompt
-from services.inference.engines.embedded.arrivals import Arrivals
+from services.inference.engines.embedded.arrivals import arrived_tensors
 from services.inference.engines.embedded.decode_step import DecodeStep, Outcome
 from services.inference.engines.embedded.kv.prefix_cache import KvCache, prefix
 from services.inference.engines.embedded.memory_shortage import attempt, keep_if_room
@@ -60,7 +60,6 @@ class DecodeActor(ThreadActor):
         self._step = step
         self._split_step = SplitStep(step)
         self._policy = step.policy
-        self._arrivals = Arrivals(step.policy)
         self._running = step.running
         self._prefixes = step.prefixes
         self._states = step.states
@@ -206,7 +205,7 @@ class DecodeActor(ThreadActor):
         assert match.tokens + join.span.tokens == join.prompt.tokens
         arrived = Arrived(
             cached=match,
-            fetched=self._arrivals.tensors(join.span, join.prompt.request_id),
+            fetched=arrived_tensors(self._policy, join.span, join.prompt.request_id),
             pinned=True,
         )
         self._require_room_to_wait(arrived.nbytes)

@@ -75,6 +75,8 @@ class KnownPrefixes:
     def _behind(self, match: Match, found: StoredPrefix | None) -> StoredPrefix | None:
         """Blocks that these weights computed and that continue the match, else None: weights and
         cache may have changed since the blocks were read."""
-        if found is None or self._stored is None or found.identity != self._stored.identity:
+        if found is None or self._stored is None:
+            return None
+        if found.identity != self._stored.store.identity:
             return None
         return found if found.start <= match.tokens < found.end else None

@@ -87,7 +87,7 @@ class Swap:
             return error
         cache.clear()
         if stored is not None:
-            stored.serve(self.kv_identity)
+            stored.store.serve(self.kv_identity)
         return None
 
 

@@ -303,7 +303,7 @@ class PrefillActor(ThreadActor):
             _keep_routes(spans, computed.routes_NX)
         sizes = [span.end - span.start for span in spans]
         if self._stored is not None:
-            self._stored.observe_compute(seconds=took_s, tokens=sum(sizes))
+            self._stored.store.observe_compute(seconds=took_s, tokens=sum(sizes))
         rows = zip(spans, sizes, computed.logits_RV, computed.states, strict=True)
         for span, size, logits_V, state_C in rows:
             reading = span.reading

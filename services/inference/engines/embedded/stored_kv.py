@@ -81,7 +81,7 @@ class StoredKv:
     """The store, for sequences of one model: [layers, 2, heads, tokens, head_size]."""
 
     def __init__(self, store: KvStore, shape: KvShape) -> None:
-        self._store = store
+        self.store = store
         self._dtype = NAMES[shape.dtype]
         self._block_shape = (
             *(shape.layers, 2, shape.heads),
@@ -95,24 +95,15 @@ class StoredKv:
         """Bytes of one token in a block."""
         return shape.token_bytes + shape.route_bytes
 
-    def serve(self, identity: bytes) -> None:
-        """See `KvStore.serve`."""
-        self._store.serve(identity)
-
-    @property
-    def identity(self) -> bytes:
-        """See `KvStore.identity`."""
-        return self._store.identity
-
     def block_start(self, token: int) -> int:
         """Return the first token of the block with a token."""
-        return token // self._store.block_tokens * self._store.block_tokens
+        return token // self.store.block_tokens * self.store.block_tokens
 
     def read(self, ids: bytes, found: StoredPrefix, *, from_token: int, limit_tokens: int) -> None:
         """Add the stored blocks from the one with `from_token` on. On a thread of its own: a file
         system may hang."""
-        size = self._store.block_tokens
-        identity = self._store.identity
+        size = self.store.block_tokens
+        identity = self.store.identity
         found.begin(identity, from_token // size * size)
 
         def place(start: int, content: memoryview) -> bool:
@@ -122,7 +113,7 @@ class StoredKv:
             routes = from_bytes(content[self._kv_bytes :], dtype="uint8", shape=self._routes_shape)
             return found.add(block, routes)
 
-        self._store.read(
+        self.store.read(
             ids,
             from_token=from_token,
             limit_tokens=limit_tokens,
@@ -143,7 +134,7 @@ class StoredKv:
         """Store the whole blocks that end after `after_token`; `kv` and `routes` begin at
         `from_token`, and the blocks before it are left out. A thread of the store encodes them.
         `reused`: other values take the place of `kv` afterwards."""
-        size = self._store.block_tokens
+        size = self.store.block_tokens
         after_token = max(after_token, -(-from_token // size) * size)
         first = after_token // size * size
         end = len(ids) // TOKEN_BYTES // size * size
@@ -158,7 +149,7 @@ class StoredKv:
         def encode(start: int, end: int) -> memoryview:
             return self._encoded(kv, routes, slice(start - from_token, end - from_token))
 
-        self._store.write(ids, after_token=after_token, encode=encode)
+        self.store.write(ids, after_token=after_token, encode=encode)
 
     @torch.inference_mode()
     def _encoded(self, kv: Layers, routes: torch.Tensor, tokens: slice) -> memoryview:
@@ -169,7 +160,3 @@ class StoredKv:
             place.copy_(layer[:, :, tokens])
         content[self._kv_bytes :] = routes[tokens].flatten()
         return raw_bytes(content)
-
-    def observe_compute(self, *, seconds: float, tokens: int) -> None:
-        """See `KvStore.observe_compute`."""
-        self._store.observe_compute(seconds=seconds, tokens=tokens)

@@ -86,15 +86,13 @@ class KvStore:
         from_token: int,
         limit_tokens: int,
         place: Place,
-        identity: bytes | None = None,
+        identity: bytes,
     ) -> int:
         """Place the stored blocks from the one with `from_token` on; return the tokens present.
 
         Only whole blocks of at most `limit_tokens`, without a gap; `from_token` if there is none.
-        `identity` of model and weights: None is the one in service.
+        `identity` of model and weights.
         """
-        if identity is None:
-            identity = self._identity
         if not identity or not self._is_worth_reading():
             return from_token
         began_s = time.monotonic()

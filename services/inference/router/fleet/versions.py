@@ -11,20 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 from forge.core.errors import Unavailable
+from services.inference.router.fleet.workers import Worker
 
 _KEPT = 16
-
-
-class Versioned(Protocol):
-    """A worker."""
-
-    version: int
-
-
-Worker = TypeVar("Worker", bound=Versioned)
 
 
 class TooOld(Unavailable):

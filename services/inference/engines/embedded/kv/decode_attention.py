@@ -24,7 +24,7 @@ from services.inference.engines.embedded.kv.attention import (
     with_sinks,
 )
 from services.inference.engines.embedded.kv.shared_prefixes import SharedPrefix
-from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Slab, SlabRow
+from services.inference.engines.embedded.kv.slabs import Slab, SlabRow, aligned
 
 _PADDED_SEQUENCES = 16
 """A prefix with more sequences is read alone; the others are padded to the largest of them."""
@@ -294,5 +294,5 @@ def _is_wide(shared: SharedPrefix) -> bool:
 
 def _length(slab: Slab, needed: Sequence[int]) -> int:
     """Length of the part of a slab to attend to."""
-    longest = -(-max(needed) // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS
+    longest = aligned(max(needed))
     return min(slab.class_tokens, longest)

@@ -17,7 +17,7 @@ import torch
 
 from services.inference.engines.embedded.kv.moves import move_down
 from services.inference.engines.embedded.kv.shape import KvShape
-from services.inference.engines.embedded.kv.slabs import ALIGNMENT_TOKENS, Row
+from services.inference.engines.embedded.kv.slabs import Row, aligned
 
 SCRATCH_TOKENS = 32
 """Tokens at the start of each layer that belong to no sequence: padded rows of a graph use them."""
@@ -29,7 +29,7 @@ class Extents(Generic[Row]):
     def __init__(self, shape: KvShape, *, context_tokens: int, capacity_bytes: int) -> None:
         """Allocates all of the capacity."""
         self.capacity_bytes = capacity_bytes
-        self._most_tokens = _aligned(context_tokens)
+        self._most_tokens = aligned(context_tokens)
         self._tokens = max(SCRATCH_TOKENS, capacity_bytes // shape.token_bytes)
         self._rows: list[Row] = []
         """By the start of their extents."""
@@ -61,7 +61,7 @@ class Extents(Generic[Row]):
         Its extent fits the latter if there is room, else the former.
         """
         for needed in (expected_tokens, tokens + 1):
-            room = min(_aligned(needed), self._most_tokens)
+            room = min(aligned(needed), self._most_tokens)
             place = self._find(room) if room >= tokens else None
             if place is not None:
                 row.room, row.tokens = room, tokens
@@ -80,7 +80,7 @@ class Extents(Generic[Row]):
             return True
         if needed > self._most_tokens:
             return False
-        least = _aligned(needed)
+        least = aligned(needed)
         for room in (max(least, min(2 * row.room, self._most_tokens)), least):
             if self._end_of_gap(row) - row.row >= room:
                 row.room = room
@@ -134,7 +134,3 @@ class Extents(Generic[Row]):
         """Return the start of the next extent."""
         number = self._rows.index(row) + 1
         return self._rows[number].row if number < len(self._rows) else self._tokens
-
-
-def _aligned(tokens: int) -> int:
-    return -(-tokens // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS

@@ -96,10 +96,6 @@ class Slab:
         row.slab, row.row = self, len(self.rows)
         self.rows.append(row)
 
-    def remove(self, row: SlabRow) -> None:
-        """Remove a row; the last row fills the gap."""
-        self.vacate(row.row)
-
     def vacate(self, place: int) -> None:
         """Remove the row at `place`; the last row fills the gap."""
         gone, last = self.rows[place], self.rows.pop()
@@ -169,7 +165,7 @@ class Slabs(Generic[Row]):
 
     def remove(self, row: Row) -> None:
         """Free the place of a sequence."""
-        row.slab.remove(row)
+        row.slab.vacate(row.row)
         if not row.slab.rows:
             row.slab.resize(0)
 
@@ -230,8 +226,9 @@ def _classes(context_tokens: int) -> list[int]:
     classes = [SMALLEST_CLASS_TOKENS]
     while classes[-1] < context_tokens:
         classes.append(2 * classes[-1])
-    return [*classes[:-1], _round_up(context_tokens)]
+    return [*classes[:-1], aligned(context_tokens)]
 
 
-def _round_up(tokens: int) -> int:
+def aligned(tokens: int) -> int:
+    """Round up to a multiple of `ALIGNMENT_TOKENS`."""
     return -(-tokens // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS

@@ -72,7 +72,8 @@ def blocks_of(store: KvStore, ids: bytes, *, from_token: int = 0) -> dict[int, b
         return True
 
     tokens = len(ids) // TOKEN_BYTES
-    present = store.read(ids, from_token=from_token, limit_tokens=tokens, place=place)
+    places = {"from_token": from_token, "limit_tokens": tokens}
+    present = store.read(ids, **places, place=place, identity=store.identity)
     assert present == max([from_token, *(start + TOKENS for start in found)])
     return found
 
