@@ -104,7 +104,7 @@ class Coordinator:
         `owner` is this process by default. `on_conflict` is called when another process took the
         id while the lease was lost.
         """
-        return await self._hold(
+        return await self.hold(
             f"services/{kind}/{instance_id}",
             lambda metadata: {"address": address, "metadata": dict(metadata)},
             metadata=metadata,
@@ -120,35 +120,16 @@ class Coordinator:
     async def hold(
         self,
         key: str,
-        fields: Fields,
-        *,
-        ttl_s: float,
-        taken: Callable[[Fields], str],
-        on_conflict: OnConflict = lambda _: None,
-    ) -> Registration:
-        """Hold a leased key until closed, as `register` does; `taken` returns the message of
-        Conflict from the other entry's fields."""
-        return await self._hold(
-            key,
-            lambda _: fields,
-            metadata={},
-            ttl_s=ttl_s,
-            owner=None,
-            on_conflict=on_conflict,
-            taken=taken,
-        )
-
-    async def _hold(
-        self,
-        key: str,
         fields_of: Callable[[Mapping[str, str]], Fields],
         *,
-        metadata: Mapping[str, str],
         ttl_s: float,
-        owner: Owner | None,
-        on_conflict: OnConflict,
         taken: Callable[[Fields], str],
+        metadata: Mapping[str, str] = _NO_METADATA,
+        owner: Owner | None = None,
+        on_conflict: OnConflict = lambda _: None,
     ) -> Registration:
+        """Hold a leased key until closed, as `register` does: with the fields of the metadata of
+        this moment. `taken` returns the message of Conflict from the other entry's fields."""
         claim = LeasedKey(
             self._etcd,
             key,

@@ -116,7 +116,7 @@ async def hold_shard(
         )
     held = await coordinator.hold(
         _server_key(store.shard),
-        asdict(record_of(store, config, replicated=False)),
+        lambda _: asdict(record_of(store, config, replicated=False)),
         ttl_s=config.lease_ttl_s,
         taken=_taken(store),
         on_conflict=on_conflict,

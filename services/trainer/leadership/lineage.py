@@ -133,7 +133,7 @@ class Lineage:
         try:
             return await self._coordinator.hold(
                 f"{TRAINER_STANDBYS}{incarnation or instance_id}",
-                {
+                lambda _: {
                     "instance": instance_id,
                     "host": self._location.partition(":")[0],
                     "version": metadata.version(DISTRIBUTION),
