@@ -54,7 +54,6 @@ class Remote(Generic[Stub]):
         self._channels = channels
         self._kind = kind
         self._make_stub = stub
-        self._stubs: dict[str, Stub] = {}
         self._random = random.Random()
 
     def instances(self) -> tuple[Instance, ...]:
@@ -63,11 +62,7 @@ class Remote(Generic[Stub]):
 
     def stub(self, instance: Instance) -> Stub:
         """Return the stub of an instance."""
-        if instance.address not in self._stubs:
-            live = {known.address for known in self.instances()}
-            self._stubs = {at: stub for at, stub in self._stubs.items() if at in live}
-            self._stubs[instance.address] = self._make_stub(self._channels.get(instance.address))
-        return self._stubs[instance.address]
+        return self._channels.stub(self._make_stub, instance.address)
 
     async def pick(
         self, *, where: Callable[[Instance], bool] | None = None, timeout_s: float = 10.0
