@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from forge.core.errors import ActorStopped, MailboxFull
@@ -27,8 +28,6 @@ _DEPTH = gauge("forge_actor_mailbox_depth", "Messages waiting, by kind of actor.
 class KindMetrics:
     """Metrics of all actors of one class."""
 
-    _kinds: dict[str, KindMetrics] = {}
-
     def __init__(self, kind: str) -> None:
         self.handled = _HANDLED.labels(kind)
         self.failures = _FAILURES.labels(kind)
@@ -38,11 +37,10 @@ class KindMetrics:
         _DEPTH.labels(kind).set_function(lambda: sum(map(len, tuple(self.mailboxes))))
 
     @classmethod
+    @cache
     def of(cls, kind: str) -> KindMetrics:
         """Return the metrics of a kind of actor."""
-        if kind not in cls._kinds:
-            cls._kinds[kind] = cls(kind)
-        return cls._kinds[kind]
+        return cls(kind)
 
 
 class Envelope:

@@ -28,7 +28,8 @@ class Joiner:
     def __init__(self, *, max_bytes: int = 1 << 40) -> None:
         self._max_bytes = max_bytes
         self._pieces: list[bytes] = []
-        self._bytes = 0
+        self.pending_bytes = 0
+        """Bytes of an unfinished message; above 0 after the stream's end if it was cut off."""
 
     def add(self, chunk: Chunk) -> bytes | None:
         """Return the whole message at its last chunk, else None.
@@ -37,20 +38,15 @@ class Joiner:
         """
         if len(chunk.data) > CHUNK_BYTES:
             raise InvalidArgument(f"chunk of {len(chunk.data)} bytes; at most {CHUNK_BYTES}")
-        self._bytes += len(chunk.data)
-        if self._bytes > self._max_bytes:
+        self.pending_bytes += len(chunk.data)
+        if self.pending_bytes > self._max_bytes:
             raise ResourceExhausted(f"message exceeds {self._max_bytes} bytes")
         self._pieces.append(chunk.data)
         if not chunk.last:
             return None
         whole = b"".join(self._pieces)
-        self._pieces, self._bytes = [], 0
+        self._pieces, self.pending_bytes = [], 0
         return whole
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of an unfinished message; above 0 after the stream's end if it was cut off."""
-        return self._bytes
 
 
 def chunked(

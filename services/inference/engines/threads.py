@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from forge.runtime.concurrency.futures import settle
 
 Result = TypeVar("Result")
 
@@ -31,19 +33,15 @@ async def run_detached(function: Callable[[], Result], *, name: str) -> Result:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Result] = loop.create_future()
 
-    def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
-        if not ended.done():
-            set_outcome(outcome)
-
     def run() -> None:
-        outcome: tuple[Callable[[Any], None], object]
+        outcome: Result | Exception
         try:
-            outcome = ended.set_result, function()
+            outcome = function()
         except Exception as error:
-            outcome = ended.set_exception, error
+            outcome = error
         # The event loop may have ended before.
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, *outcome)
+            loop.call_soon_threadsafe(settle, ended, outcome)
 
     Thread(target=run, name=name, daemon=True).start()
     return await ended

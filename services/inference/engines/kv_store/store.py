@@ -58,7 +58,8 @@ class KvStore:
         self._block_bytes = options.block_tokens * token_bytes
         self._directory = BlockDirectory(Path(options.directory), max_bytes=options.max_bytes)
         self._host = _HostMemory(options.host_bytes)
-        self._identity = b""
+        self.identity = b""
+        """The identity of the last `serve`; empty before."""
         self._read_rate = LearnedRate(0.0, memory_units=_RATE_TOKENS)
         self._compute_rate = LearnedRate(0.0, memory_units=_RATE_TOKENS)
         self._prompts = count()
@@ -72,12 +73,7 @@ class KvStore:
     def serve(self, identity: bytes) -> None:
         """Read and write blocks of this model with these weights alone; 16 bytes."""
         assert len(identity) == IDENTITY_BYTES
-        self._identity = identity
-
-    @property
-    def identity(self) -> bytes:
-        """The identity of the last `serve`; empty before."""
-        return self._identity
+        self.identity = identity
 
     def read(
         self,
@@ -119,9 +115,9 @@ class KvStore:
 
     def write(self, ids: bytes, *, after_token: int, encode: Encode) -> None:
         """Store the whole blocks of `ids` that end after a token: the newly computed ones."""
-        if not self._identity:
+        if not self.identity:
             return
-        for index, chain in enumerate(self._chains(self._identity, ids, len(ids) // TOKEN_BYTES)):
+        for index, chain in enumerate(self._chains(self.identity, ids, len(ids) // TOKEN_BYTES)):
             start = index * self.block_tokens
             end = start + self.block_tokens
             if end <= after_token or chain in self._host:
@@ -132,7 +128,7 @@ class KvStore:
                     return
                 self._pending_bytes += self._block_bytes
             block = partial(encode, start, end)
-            self._pending.put(_Write(identity=self._identity, chain=chain, encode=block))
+            self._pending.put(_Write(identity=self.identity, chain=chain, encode=block))
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most."""

@@ -38,12 +38,8 @@ class Progress:
     def __init__(self) -> None:
         self._requests = 0
         self._updates = 0
-        self._signs = 0
-
-    @property
-    def signs(self) -> int:
+        self.signs = 0
         """Signs of life so far."""
-        return self._signs
 
     @property
     def expected(self) -> bool:
@@ -57,7 +53,7 @@ class Progress:
 
     def note(self) -> None:
         """A request has tokens, or the engine has answered."""
-        self._signs += 1
+        self.signs += 1
 
     @contextmanager
     def request(self) -> Iterator[None]:
