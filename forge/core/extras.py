@@ -60,10 +60,9 @@ def missing_packages(extras: Collection[str]) -> set[str]:
     return missing
 
 
-def require_extra(extra: str, *, packages: Collection[str] = ()) -> None:
-    """Raises `ConfigError` if a package of the extra is missing, or one of these `packages`."""
-    missing = missing_packages([extra])
-    if missing := missing & {*packages} if packages else missing:
+def require_extra(extra: str) -> None:
+    """Raises `ConfigError` if a package of the extra is missing."""
+    if missing := missing_packages([extra]):
         raise ConfigError(not_installed(missing, extra))
 
 
