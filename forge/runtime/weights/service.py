@@ -13,7 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
@@ -34,6 +34,9 @@ from forge.v1.inference_pb2 import (
     JoinGroupResponse,
 )
 from forge.v1.inference_pb2_grpc import WeightServiceServicer
+
+if TYPE_CHECKING:
+    from forge.runtime.weights.delta import DeltaEncoder
 
 FULL_NAME = "forge.v1.WeightService"
 GROUP_PARTS = 1024
@@ -89,19 +92,6 @@ class Arriving(Protocol):
         `NotFound`."""
 
 
-class Deltas(Protocol):
-    """Makes deltas between held versions."""
-
-    async def of(
-        self,
-        held: Mapping[int, HeldWeights],
-        base_version: int,
-        version: int,
-        numbers: Sequence[int],
-    ) -> Sequence[bytes | None]:
-        """Return the deltas of tensors, None for each that travels whole."""
-
-
 class WeightServicer(WeightServiceServicer):
     """Sends the weights that this process holds."""
 
@@ -110,7 +100,7 @@ class WeightServicer(WeightServiceServicer):
         held: Callable[[], Mapping[int, HeldWeights]],
         *,
         arriving: Arriving | None = None,
-        deltas: Deltas | None = None,
+        deltas: DeltaEncoder | None = None,
         bulk: BulkServer | None = None,
         join: Callable[[int, str], Awaitable[JoinGroupResponse]] | None = None,
         sent: Callable[[int], object] = lambda sent_bytes: None,
