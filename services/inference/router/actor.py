@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Any
 
 from forge.core.errors import Unavailable
-from forge.core.placement.chain_hashes import PromptChains
+from forge.core.placement.chain_hashes import LastTurns, PromptChains
 from forge.core.token_columns import TOKEN_BYTES
 from forge.runtime.actors.actor import Actor
 from forge.runtime.concurrency.tasks import cancel_and_wait
@@ -52,6 +52,8 @@ from services.inference.router.messages import (
 from services.inference.router.metrics import MOVED_REQUESTS, SAMPLED_TOKENS
 
 _RATE_WINDOW_S = 10
+_TURNS_BYTES = 32 << 20
+"""Kept ids of sessions, 4 bytes each."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,7 @@ class RouterActor(Actor):
             limit=queue_limit, patience_s=self._fleet.patience_s, clock=clock
         )
         self._throughput = _Throughput()
+        self._turns = LastTurns(most_bytes=_TURNS_BYTES)
 
     async def started(self) -> None:
         """Read the instances already known."""
@@ -161,7 +164,7 @@ class RouterActor(Actor):
         return None
 
     def _place_prefill(self, wanted: PlacePrefill) -> Placement:
-        prompt, now_s = PromptChains(wanted.ids), self._clock()
+        prompt, now_s = self._turns.prompt(wanted.ids, session=wanted.session), self._clock()
         worker = self._fleet.place_prefill(
             prompt,
             session=wanted.session,
@@ -177,11 +180,12 @@ class RouterActor(Actor):
         # Expected now, so that concurrent requests of the same group follow.
         worker.cached.expect(prompt, until_s=now_s + EXPECTED_S)
         worker.cached.forget_expected(now_s=now_s)
+        self._turns.keep(wanted.session, prompt)
         worker.pending_tokens += placement.tokens
         return self._occupy(worker, placement, wanted.session)
 
     def _place_decode(self, wanted: PlaceDecode) -> Placement:
-        prompt, now_s = PromptChains(wanted.ids), self._clock()
+        prompt, now_s = self._turns.prompt(wanted.ids, session=wanted.session), self._clock()
         worker = self._fleet.place_decode(
             prompt,
             session=wanted.session,
@@ -194,6 +198,7 @@ class RouterActor(Actor):
         if wanted.early:
             # As in `_place_prefill`: it will be there.
             worker.cached.expect(prompt, until_s=now_s + EXPECTED_S)
+        wanted.placement.prompt = prompt
         return self._occupy(worker, wanted.placement, wanted.session)
 
     def _occupy(self, worker: Worker, placement: Placement, session: str) -> Placement:
@@ -228,6 +233,7 @@ class RouterActor(Actor):
         costs.of(engine).transfer.observe(seconds=done.fetch_s, units=done.fetched_tokens)
         whole = PromptChains(done.ids, after=placement.prompt)
         worker.cached.expect(whole, until_s=now_s + EXPECTED_S)
+        self._turns.keep(placement.session, whole)
         self._fleet.homes.rest(placement.session, now_s=now_s)
         costs.of(engine).store.observe(done.ids, version=worker.version)
 

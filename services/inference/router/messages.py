@@ -45,7 +45,7 @@ class Placement:
     beside: int = 0
     """Requests of the worker at the placement, with this one."""
     prompt: PromptChains | None = None
-    """Prompt of a prefill, and of the decode in the same call."""
+    """The prompt; None before the placement."""
 
     @property
     def worker(self) -> Worker:

@@ -8,7 +8,7 @@ import pytest
 
 from forge.core.placement import chain_hashes
 from forge.core.placement.cache_view import CacheView
-from forge.core.placement.chain_hashes import PromptChains
+from forge.core.placement.chain_hashes import LastTurns, PromptChains
 from forge.core.placement.home_workers import Homes
 from forge.core.placement.step_time import StepTime
 from forge.core.token_columns import int32_bytes
@@ -118,3 +118,31 @@ def test_hashes_of_a_continued_prompt_are_those_of_the_whole(
     continued = PromptChains(PROMPT.ids, after=known).of(4)
     assert chain_hash.call_count == 10 - known_tokens // 4
     assert continued == PromptChains(PROMPT.ids).of(4)
+
+
+def test_turn_is_hashed_from_where_it_parts_from_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where a session does not go on behind its last token."""
+    turns = LastTurns(most_bytes=1 << 20)
+    turns.keep("s", turns.prompt(PROMPT.ids, session="s"))
+    expected = PromptChains(PROMPT.ids[: 4 * 30] + PROMPT.ids).of(4)
+    turns.prompt(PROMPT.ids, session="s").of(4)
+    chain_hash = mock.Mock(wraps=chain_hashes.chain_hash)
+    monkeypatch.setattr(chain_hashes, "chain_hash", chain_hash)
+    turn = turns.prompt(PROMPT.ids[: 4 * 30] + PROMPT.ids, session="s")
+    assert turn.of(4) == expected
+    # The first 28 of 70 tokens are whole blocks of both.
+    assert chain_hash.call_count == 17 - 7
+
+
+def test_kept_turns_are_bounded() -> None:
+    """The longest silent sessions are forgotten; requests without a session are not kept."""
+    turns = LastTurns(most_bytes=3 * len(PROMPT.ids))
+    known = []
+    for session in ("", "a", "b", "c", "a", "d"):
+        turns.keep(session, prompt := turns.prompt(PROMPT.ids, session=session))
+        known.append(prompt)
+    assert list(turns._prompts) == ["c", "a", "d"]
+    assert turns._bytes == 3 * len(PROMPT.ids)
+    assert all(prompt._after is None for prompt in known)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from forge.core.errors import Unavailable
+from forge.core.placement import chain_hashes
 from forge.core.placement.chain_hashes import PromptChains
 from services.inference.engines.base import CacheChange
 from services.inference.router.messages import (
@@ -36,6 +37,31 @@ async def test_workers_of_the_role_both_need_no_prefill() -> None:
     assert turn.worker is read.worker
     # 3,050 tokens in blocks of 4 are known.
     assert turn.tokens == 3
+
+
+@pytest.mark.parametrize("role", ["both", "prefill"])
+async def test_block_of_a_session_is_hashed_once(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each placement, and not again for the next turn: histories are long."""
+    router = await harness(announced("r", role), both("b0"))
+    for worker in router.workers:
+        change = CacheReported(worker=worker, change=CacheChange(anew=True))
+        await router.actor.receive(change)
+    chain_hash = mock.Mock(wraps=chain_hashes.chain_hash)
+    monkeypatch.setattr(chain_hashes, "chain_hash", chain_hash)
+    history = ids(*range(4000))
+    for turn in range(3):
+        read = await router.actor.receive(PlacePrefill(ids=history, session="s:0:0"))
+        await router.actor.receive(
+            Prefilled(placement=read, ids=history, cached_tokens=0, prefill_s=0.3)
+        )
+        sampled = await router.actor.receive(
+            PlaceDecode(ids=history, session="s:0:0", read_by=read.worker)
+        )
+        history += ids(*range(40))
+        await router.actor.receive(Decoded(placement=sampled, ids=history, decode_s=1.0, tokens=40))
+        assert chain_hash.call_count == 1000 + 10 * (turn + 1)
 
 
 @pytest.mark.parametrize(("new_tokens", "chosen"), [(99, "b0"), (150, "p0")])
