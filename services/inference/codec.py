@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -56,9 +57,13 @@ _FROM_FINISH = {reason: finish for finish, reason in _FINISH.items()}
 
 
 def read_prompt(
-    request: SampleRequest | PrefillRequest | DecodeRequest, limits: ModelLimits, *, seed: int
+    request: SampleRequest | PrefillRequest | DecodeRequest,
+    limits: ModelLimits,
+    *,
+    seed: int | None = None,
 ) -> Prompt:
-    """Return the checked prompt; `seed` replaces an absent one. Raises InvalidArgument."""
+    """Return the checked prompt; `seed`, or a random one, replaces an absent seed. Raises
+    InvalidArgument."""
     check_ids(request.prompt_ids, limits)
     sampling = read_sampling(request.sampling, seed=seed)
     tokens = len(request.prompt_ids) // TOKEN_BYTES
@@ -104,8 +109,12 @@ def check_tokens(field: str, ids: Sequence[int], limits: ModelLimits) -> None:
         )
 
 
-def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
-    """Return checked sampling parameters; `seed` replaces an absent one. Raises InvalidArgument."""
+def read_sampling(params: SamplingParams, *, seed: int | None = None) -> Sampling:
+    """Return checked sampling parameters; `seed` as of `read_prompt`. Raises InvalidArgument."""
+    if params.HasField("seed"):
+        seed = params.seed
+    elif seed is None:
+        seed = secrets.randbits(64)
     temperature = params.temperature if params.HasField("temperature") else 1.0
     if not (math.isfinite(temperature) and temperature >= 0):
         raise InvalidArgument(f"sampling.temperature = {temperature}: must be finite, at least 0")
@@ -129,7 +138,7 @@ def read_sampling(params: SamplingParams, *, seed: int) -> Sampling:
         top_k=params.top_k,
         max_tokens=params.max_tokens,
         stop_ids=frozenset(params.stop_token_ids),
-        seed=params.seed if params.HasField("seed") else seed,
+        seed=seed,
         grammar=_read_grammar(params) if params.HasField("grammar") else None,
         top_logprobs=params.top_logprobs,
         min_tokens=params.min_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -64,7 +63,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         return with_span(self._run, request) if is_tracing() else self._run(request)
 
     def _run(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleResponse, None]:
-        prompt = codec.read_prompt(request, self._limits, seed=secrets.randbits(64))
+        prompt = codec.read_prompt(request, self._limits)
         run = Run(
             request,
             prompt,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -67,7 +66,7 @@ class PrefillServicer(rpc.PrefillServiceServicer):
             raise InvalidArgument("request_id is empty")
         if not request.hold_s > 0:
             raise InvalidArgument(f"hold_s = {request.hold_s}: must be above 0")
-        prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
+        prompt = codec.read_prompt(request, self._engine.limits)
         check_request(prompt, self._engine.capabilities)
         try:
             read = await self._engine.prefill(prompt, hold_s=request.hold_s)
@@ -250,7 +249,7 @@ class DecodeServicer(rpc.DecodeServiceServicer):
 
     async def answer(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeResponse, None]:
         """Yield the responses to a Decode."""
-        prompt = codec.read_prompt(request, self._engine.limits, seed=secrets.randbits(64))
+        prompt = codec.read_prompt(request, self._engine.limits)
         check_request(prompt, self._engine.capabilities)
         if request.prefill:
             responses = self._prefill_and_decode(request, prompt)

@@ -103,8 +103,11 @@ def test_grammar_reaches_the_worker_whole(kind: str) -> None:
 
 
 def test_unset_sampling_is_the_trained_distribution() -> None:
-    """Temperature and top-p 1, every token allowed, and the seed given by the caller of read."""
-    sampling = codec.read_sampling(SamplingParams(max_tokens=4), seed=99)
+    """Temperature and top-p 1, every token allowed, and the seed given by the caller of read, else
+    a random one."""
+    unset = SamplingParams(max_tokens=4)
+    assert len({codec.read_sampling(unset).seed for _ in range(8)}) == 8
+    sampling = codec.read_sampling(unset, seed=99)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert sampling.seed == 99
 
