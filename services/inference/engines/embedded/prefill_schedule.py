@@ -79,22 +79,26 @@ class Span:
 
 
 class WaitingPrefixes:
-    """The prefixes of waiting readings, each inserted once."""
+    """The prefixes of waiting readings, each inserted once: when a later prompt asks for them, so
+    that a lone prompt is not indexed."""
 
     def __init__(self, readings: Iterable[Reading], *, tokens: int, block_tokens: int) -> None:
         """`tokens`: of `readings` and of all that will be added."""
         self._index = PrefixCache(block_tokens=block_tokens, capacity_tokens=tokens)
         self._owners: dict[int, Reading] = {}
-        for reading in readings:
-            self.add(reading)
+        self._added = list(readings)
+        """Those that are not in the index yet."""
 
     def add(self, reading: Reading) -> None:
         """Let later prompts share the prefixes of a reading."""
-        for placed in self._index.insert(reading.prompt.ids):
-            self._owners[placed.slot] = reading
+        self._added.append(reading)
 
     def longest(self, prompt: Prompt, *, limit_tokens: int) -> tuple[Reading | None, int]:
         """Return the reading with the longest common prefix in whole blocks, and its length."""
+        for reading in self._added:
+            for placed in self._index.insert(reading.prompt.ids):
+                self._owners[placed.slot] = reading
+        self._added.clear()
         found = self._index.match(prompt.ids, limit_tokens=limit_tokens)
         return (self._owners[found.slots[-1]], found.tokens) if found.slots else (None, 0)
 

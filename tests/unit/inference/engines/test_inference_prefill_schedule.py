@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forge.core.placement.prefix_cache import PrefixCache
 from services.inference.engines.base import Prompt, Sampling
-from services.inference.engines.embedded.prefill_schedule import Reading, Span, next_pass
+from services.inference.engines.embedded.prefill_schedule import (
+    Reading,
+    Span,
+    WaitingPrefixes,
+    next_pass,
+)
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_ids=frozenset(), seed=0)
 
@@ -83,3 +90,22 @@ def test_group_is_computed_in_one_pass() -> None:
     assert [span.reading for span in spans] == [first, *others]
     assert [(span.start, span.end) for span in spans[1:]] == [(96, 101), (96, 102), (96, 103)]
     compute(spans)
+
+
+def test_prompt_is_indexed_when_a_later_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone prompt costs no index of its blocks."""
+    indexed: list[bytes] = []
+    insert = PrefixCache.insert
+
+    def observed(self: PrefixCache, ids: bytes) -> object:
+        indexed.append(ids)
+        return insert(self, ids)
+
+    monkeypatch.setattr(PrefixCache, "insert", observed)
+    first, second = reading(8), reading(12)
+    prefixes = WaitingPrefixes([], tokens=20, block_tokens=4)
+    assert prefixes.longest(first.prompt, limit_tokens=7) == (None, 0)
+    prefixes.add(first)
+    assert not indexed
+    assert prefixes.longest(second.prompt, limit_tokens=11) == (first, 8)
+    assert indexed == [first.prompt.ids]
