@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from forge.core.errors import InvalidArgument
 from forge.rl import numerics
@@ -284,11 +284,7 @@ def _attention_forward(  # noqa: PLR0913
     return out.transpose(1, 2), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The schedule is the mask; a tensor of [L, L] is never built."""
-
-
 def register() -> None:
-    """Make `model.set_attn_implementation(TREE_ATTENTION)` work. Idempotent."""
+    """Make `model.set_attn_implementation(TREE_ATTENTION)` work. Idempotent. The schedule is the
+    mask: transformers prepares none for an attention without a mask of its own."""
     AttentionInterface.register(TREE_ATTENTION, _attention_forward)
-    AttentionMaskInterface.register(TREE_ATTENTION, _no_mask)

@@ -48,7 +48,7 @@ class PrefillPass:
         kv_heads, head_size = k_NHD.shape[1:]
         groups = q_NQD.shape[1] // kv_heads
         sinks = None if sinks_Q is None else sinks_Q.view(kv_heads, groups, 1)
-        read_NQD = torch.empty_like(q_NQD)
+        read: list[torch.Tensor] = []
         offset = 0
         for index, span in enumerate(self._spans):
             rows = slice(offset, offset + span.end - span.start)
@@ -70,7 +70,8 @@ class PrefillPass:
                 is_causal=span.start == 0 and window is None,
                 sinks=sinks,
             )
-            read_NQD[rows] = out_HGSD.permute(2, 0, 1, 3).flatten(1, 2)
+            read.append(out_HGSD.permute(2, 0, 1, 3).flatten(1, 2))
+        read_NQD = read[0] if len(read) == 1 else torch.cat(read)
         return read_NQD.to(k_NHD.dtype)
 
     def finish(self) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from forge.rl.numerics import attention_type, matrix_type
 from services.inference.engines.embedded.kv.compiled_attention import (
@@ -252,7 +253,9 @@ def implementation(  # noqa: PLR0913
         _widened(each[0].to(kind), size).transpose(0, 1) for each in (query, key, value)
     )
     heads = Heads(layer, q_NQD, k_NHD, v_NHD, scale, sliding_window, softcap, s_aux)
-    with torch.autocast(value.device.type, enabled=False):
+    device = value.device.type
+    casts = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if casts else nullcontext():
         return kv_pass.attend(heads)[None, ..., :values], None
 
 
@@ -263,7 +266,6 @@ def _widened(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def register(name: str = IMPLEMENTATION, function: Any = implementation) -> None:
-    """Register the implementation with transformers; idempotent."""
+    """Register the implementation with transformers; idempotent. Without a mask of its own: the
+    KvPass owns it, and transformers then prepares none."""
     AttentionInterface.register(name, function)
-    # The KvPass owns the mask.
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
