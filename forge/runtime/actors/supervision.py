@@ -67,6 +67,7 @@ class Cell(ABC):
     ) -> None:
         self.name = name
         self.loop = asyncio.get_running_loop()
+        self.loop_thread = threading.get_ident()
         self.metrics = KindMetrics.of(type(first).__name__)
         self.mailbox = Mailbox(name, self.metrics, size=first.mailbox_size, wake=self._wake)
         self.ready: asyncio.Future[None] = self.loop.create_future()
@@ -140,11 +141,10 @@ class LoopCell(Cell):
     def __init__(self, *args: Any) -> None:
         # No Event: a hundred thousand sessions are actors; a future exists only in a sleep.
         self._sleeper: asyncio.Future[None] | None = None
-        self._loop_thread = threading.get_ident()
         super().__init__(*args)
 
     def _wake(self) -> None:
-        if threading.get_ident() == self._loop_thread:
+        if threading.get_ident() == self.loop_thread:
             self._rouse()
         else:
             self.loop.call_soon_threadsafe(self._rouse)
@@ -201,9 +201,19 @@ class ThreadCell(Cell):
 
     def __init__(self, *args: Any) -> None:
         self._mail = threading.Event()
+        self._will_rouse = False
         super().__init__(*args)
 
     def _wake(self) -> None:
+        if threading.get_ident() != self.loop_thread:
+            self._mail.set()
+        elif not self._will_rouse:
+            # At the loop's next turn: the messages of one turn form one batch, without a wait.
+            self._will_rouse = True
+            self.loop.call_soon(self._rouse)
+
+    def _rouse(self) -> None:
+        self._will_rouse = False
         self._mail.set()
 
     async def _live(self, actor: ThreadActor) -> BaseException | None:
@@ -265,8 +275,9 @@ class ThreadCell(Cell):
         except BaseException as error:
             crash = None if isinstance(error, ForgeError) else error
             outcomes = [error] * len(batch)
-        # One wake-up of the loop answers the whole batch.
-        self._post(answer_all, batch, outcomes)
+        if any(envelope.reply is not None for envelope in batch):
+            # One wake-up of the loop answers the whole batch.
+            self._post(answer_all, batch, outcomes)
         self.metrics.handled.inc(len(batch))
         del batch, outcomes
         return crash

@@ -53,14 +53,20 @@ class FirstTokens:
         half = len(rows) // 2
         return self.of(rows[:half]) + self.of(rows[half:])
 
+    def cache(
+        self, rows: Sequence[Complete], answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]
+    ) -> None:
+        """Cache and store the prompts that were computed, unless their answer is an error."""
+        for one, (_, answer) in zip(rows, answers, strict=True):
+            if one.computed and isinstance(answer, HeldPrompt):
+                cache = partial(self._cache_prompt, one.reading)
+                keep_if_room("prefill", cache, self._policy.device)
+
     def _answer(self, one: Complete, drawn: DrawnToken) -> HeldPrompt | ForgeError:
         if not math.isfinite(drawn.logprob):
             version = self._policy.version
             return BrokenWeights(f"weights {version} gave a log-prob that is not finite")
-        device = self._policy.device
-        if one.computed:
-            keep_if_room("prefill", partial(self._cache_prompt, one.reading), device)
-        tried = attempt(partial(self._held, one, drawn), device)
+        tried = attempt(partial(self._held, one, drawn), self._policy.device)
         return tried.result or _refused(one, tried.shortage)
 
     def _cache_prompt(self, reading: Reading) -> None:

@@ -71,8 +71,6 @@ class PrefillActor(ThreadActor):
     """Owns the model and the prefix cache of a prefill instance."""
 
     batch_size: ClassVar[int] = 64
-    # The rollouts of a group start together; a short wait joins their prompts.
-    batch_wait_s: ClassVar[float] = 0.002
 
     def __init__(
         self,
@@ -335,7 +333,10 @@ class PrefillActor(ThreadActor):
             for read in one.requests
         ]
         if rows:
-            self._deliver(self._first_tokens.of(rows))
+            answers = self._first_tokens.of(rows)
+            self._deliver(answers)
+            # Behind the first tokens, which do not wait for it.
+            self._first_tokens.cache(rows, answers)
 
     def _deliver(self, answers: Sequence[tuple[Read, HeldPrompt | ForgeError]]) -> None:
         self.loop.call_soon_threadsafe(_deliver_all, answers)

@@ -46,6 +46,38 @@ async def test_waiting_messages_form_batches_of_at_most_batch_size(system: Actor
     assert max(map(len, batcher.batches)) == 4
 
 
+async def test_messages_of_one_turn_of_the_loop_form_a_batch(system: ActorSystem) -> None:
+    """The thread wakes after the turn, so that requests that come together are handled together."""
+    batcher = Batcher()
+    batcher.gate.set()
+    ref = await system.spawn(lambda: batcher, name="batcher")
+    ref.tell(0)
+    assert not batcher.entered.wait(0.05)
+    ref.tell(1)
+    assert await ref.ask(2, timeout_s=30) == 2
+    assert batcher.batches == [[0, 1, 2]]
+
+
+async def test_tell_wakes_no_loop(system: ActorSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch without an ask has no answer to bring back."""
+    batcher = Batcher()
+    batcher.gate.set()
+    ref = await system.spawn(lambda: batcher, name="batcher")
+    posted: list[Any] = []
+    loop = asyncio.get_running_loop()
+    post = loop.call_soon_threadsafe
+
+    def observed(callback: Any, *args: Any) -> Any:
+        posted.append(callback)
+        return post(callback, *args)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", observed)
+    ref.tell(0)
+    await until(lambda: batcher.batches == [[0]])
+    assert await ref.ask(1, timeout_s=30) == 1
+    assert len(posted) == 1
+
+
 async def test_exception_as_outcome_fails_one_ask(system: ActorSystem) -> None:
     """One bad record of a group commit does not spoil the others."""
     batcher = Batcher()

@@ -120,7 +120,7 @@ class EmbeddedPrefill(RoleEngine):
             stored=stored,
         )
         try:
-            await self._actor.ask(read, timeout_s=timeout_s)
+            self._actor.tell(read)
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
