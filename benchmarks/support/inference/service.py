@@ -143,12 +143,17 @@ class Service:
         sampling = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=tokens)
         return (await self.sample(ids, sampling)).ids
 
-    async def sample(self, ids: list[int], sampling: SamplingParams) -> Answer:
+    async def sample(
+        self, ids: list[int], sampling: SamplingParams, *, session_id: str = ""
+    ) -> Answer:
         """Sample one answer; the number of the call is its seed."""
         call = next(self._calls)
         receiver = _Receiver()
         request = pb.SampleRequest(
-            request_id=str(call), prompt_ids=int32_bytes(ids), sampling=sampling
+            request_id=str(call),
+            session_id=session_id,
+            prompt_ids=int32_bytes(ids),
+            sampling=sampling,
         )
         request.sampling.seed = call
         self._stream.send_request(request, receiver, timeout_s=REQUEST_S)
