@@ -3,6 +3,7 @@
     python -m benchmarks.speculation [--quick] [--json FILE] [--model tiny|smollm2|DIRECTORY]
                                      [--steps N] [--root DIRECTORY] [--device cuda:0]
                                      [--dtype bfloat16] [--points N] [--state FILE]
+                                     [--heads KIND ...]
 
 Heads are trained on samples of the starting policy. Then the policy takes optimizer steps on
 rewards of its own samples, drawn by the embedded engine, with draft heads of four kinds beside it:
@@ -28,7 +29,8 @@ without drafts and then with them:
 On a GPU, policy and engines are there, and times are those of the clock, steps until the device has
 finished. Answers of larger models are longer: without examples of bare answers, they show their
 work. `--dtype` is that of the engines; the policy computes in float32. With `--state` the run is
-kept in a file every few steps, and a run that was ended continues from it.
+kept in a file every few steps, and a run that was ended continues from it. `--heads` trains and
+measures these kinds alone.
 
 Keys without a step are of the last step, those with `at_0` of the first one; `kept` is acceptance
 at the end over that at the beginning.
@@ -38,7 +40,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -59,11 +61,16 @@ from benchmarks.support.inference.drafting_policy import (
 from benchmarks.support.report import arguments, keep, show
 from forge.cli.local_run.models.models import ensure_model
 from forge.core.prefix_tree import Sample
+from forge.rl.config import MtpLoss
 from forge.rl.mtp.training import MtpTraining
 from services.inference.engines.embedded.metrics import ACCEPTED, DRAFTED
 
 PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 STEPS = StepClock()
+LOSSES: dict[str, MtpLoss] = {
+    "frozen": "topk_kl", "online": "topk_kl", "tv": "tv", "tv_online": "tv",
+}  # fmt: skip
+"""Of each kind of heads."""
 COPIES = {"online": "frozen", "tv_online": "tv"}
 """Heads that start as copies of others: before the first step both have the same figures."""
 KEPT_EVERY = 5
@@ -95,6 +102,8 @@ class Size:
     """Whether answers show the work."""
     adaptive: bool = True
     """Whether to measure the engine's own choice of drafts."""
+    update_tokens: int = 0
+    """`mtp.update_tokens` of all heads."""
 
 
 TINY = Size(
@@ -103,7 +112,7 @@ TINY = Size(
 )  # fmt: skip
 LARGE = replace(
     TINY, pretraining=60, tasks=4, each=4, prompts=16, rounds=1, tokens=64, learning_rate=2e-5,
-    worked=True, adaptive=False,
+    worked=True, adaptive=False, update_tokens=256,
 )  # fmt: skip
 ON_GPU = replace(LARGE, pretraining=150, tasks=8, prompts=12, tokens=96, points=3, adaptive=True)
 
@@ -198,14 +207,18 @@ async def measure(
 class KeptRun:
     """A run's state after some steps, in a file; without a file, of this process alone."""
 
-    def __init__(self, file: Path | None, policy: Policy, about: str) -> None:
+    def __init__(
+        self, file: Path | None, policy: Policy, about: str, *, update_tokens: int
+    ) -> None:
         """`about`: two runs with the same text do the same."""
         self.step = 0
         self.found: dict[str, float] = {}
         self.updates = 0
         """Updates of the heads before the first step."""
-        self.kinds = {kind: policy.new_heads("topk_kl") for kind in ("frozen", "online")}
-        self.kinds |= {kind: policy.new_heads("tv") for kind in ("tv", "tv_online")}
+        self.kinds = {
+            kind: policy.new_heads(loss, update_tokens=update_tokens)
+            for kind, loss in LOSSES.items()
+        }
         self.samples: list[Sample] = []
         """Of the starting policy."""
         self._file, self._policy, self._about = file, policy, about
@@ -244,15 +257,16 @@ class KeptRun:
             self.kinds[copy].load_state_dict(deepcopy(self.kinds[original].state_dict()))
 
 
-async def pretrain(policy: Policy, served: Engine, size: Size, kept: KeptRun) -> None:
-    """Train the heads of each loss on samples of the starting policy."""
+async def pretrain(
+    policy: Policy, served: Engine, size: Size, kept: KeptRun, heads: Sequence[MtpTraining]
+) -> None:
+    """Train these heads on samples of the starting policy."""
     first = kept.updates
     for update in range(first, size.pretraining):
         if update % 20 == 0:
             # The policy stays: batches are drawn again from many samples.
             kept.samples += (await policy.rollouts(served, policy.tasks(2 * size.tasks), each=4))[0]
         batch = Random(update).sample(kept.samples, min(len(kept.samples), 2 * size.tasks))
-        heads = [kept.kinds["frozen"], kept.kinds["tv"]]
         policy.train_heads(heads, policy.learner.plan(batch))
         kept.updates = update + 1
         if kept.updates % (4 * KEPT_EVERY) == 0:
@@ -273,16 +287,21 @@ def _of_copies(figures: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-async def run(path: Path, size: Size, dtype: str, state: Path | None = None) -> dict[str, float]:
-    """All figures."""
+async def run(
+    path: Path, size: Size, dtype: str, state: Path | None, chosen: Sequence[str]
+) -> dict[str, float]:
+    """All figures of the chosen kinds of heads."""
     policy = Policy(
         path, learning_rate=size.learning_rate, head_rate=2e-3, tokens=size.tokens,
         device=STEPS.device, worked=size.worked,
     )  # fmt: skip
     start = partial(engine, path, clock=STEPS, dtype=dtype)
     held_out = policy.tasks(size.prompts, Random("held out"))
-    kept = KeptRun(state, policy, f"{path.name} {dtype} {size}")
-    kinds, found = kept.kinds, kept.found
+    about = f"{path.name} {dtype} {size} {chosen}"
+    kept = KeptRun(state, policy, about, update_tokens=size.update_tokens)
+    kinds, found = {kind: kept.kinds[kind] for kind in chosen}, kept.found
+    originals = {COPIES.get(kind, kind) for kind in chosen}
+    first = {kind: heads for kind, heads in kept.kinds.items() if kind in originals}
     async with AsyncExitStack() as stack:
         engines = {
             mode: await stack.enter_async_context(
@@ -292,13 +311,13 @@ async def run(path: Path, size: Size, dtype: str, state: Path | None = None) -> 
         }
         sampler = await stack.enter_async_context(start(drafts=0, adaptive=False))
         await sampler.load(policy.published(None))
-        await pretrain(policy, sampler, size, kept)
+        await pretrain(policy, sampler, size, kept, [*first.values()])
         measured_at = {round(size.steps * n / (size.points - 1)) for n in range(size.points)}
         while True:
             step = kept.step
-            if step in measured_at and f"tv.speedup.at_{step}" not in found:
+            if step in measured_at and f"{chosen[0]}.speedup.at_{step}" not in found:
                 torch.set_num_threads(1)
-                measured = kinds if step else {kind: kinds[kind] for kind in COPIES.values()}
+                measured = kinds if step else first
                 figures = await measure(policy, measured, engines, held_out, size.rounds)
                 if not step:
                     figures |= _of_copies(figures)
@@ -313,7 +332,7 @@ async def run(path: Path, size: Size, dtype: str, state: Path | None = None) -> 
             found.setdefault("reward.at_0", reward)
             found["reward"] = reward
             plan = policy.learner.plan(samples)
-            policy.train_heads([kinds["online"], kinds["tv_online"]], plan)
+            policy.train_heads([one for kind, one in kinds.items() if kind in COPIES], plan)
             policy.learner.step(plan, weight_version=1)
             await sampler.load(policy.published(None))
             kept.step += 1
@@ -334,6 +353,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path(".forge"), help="models are kept here")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of the engines")
+    parser.add_argument("--heads", nargs="+", choices=LOSSES, default=[*LOSSES])
     parser.add_argument("--state", type=Path, help="keep the run here, and continue from it")
     options: argparse.Namespace = parser.parse_args()
     STEPS.device = torch.device(options.device)
@@ -349,7 +369,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with STEPS.running():
-        found = asyncio.run(run(path, size, options.dtype, options.state))
+        found = asyncio.run(run(path, size, options.dtype, options.state, options.heads))
     show(f"draft heads beside {options.model}, {size.steps} steps", found)
     keep(found, options.json)
 

@@ -259,9 +259,13 @@ class MtpConfig:
     """Tokens that topk_kl compares one by one."""
     learning_rate: NotNegative = 1e-4
     """Learning rate of the heads, with the policy's warm-up and schedule."""
+    update_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Contexts of one update of the heads, about; 0: one update with each batch."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidArgument`."""
+        if self.update_tokens < 0:
+            raise InvalidArgument(f"mtp update_tokens = {self.update_tokens} is not allowed")
         if self.heads < 0 or self.top_k < 1:
             raise InvalidArgument(f"mtp heads = {self.heads}, top_k = {self.top_k} is not allowed")
 

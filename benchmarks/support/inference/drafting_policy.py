@@ -231,9 +231,11 @@ class Policy:
             self._domains = [WorkedDomain(one) for one in GYM_DOMAINS]
         self._rng = Random(0)
 
-    def new_heads(self, loss: MtpLoss) -> MtpTraining:
+    def new_heads(self, loss: MtpLoss, *, update_tokens: int) -> MtpTraining:
         """Heads with the same random start for each loss."""
-        config = MtpConfig(heads=HEADS, loss=loss, learning_rate=self._head_rate)
+        config = MtpConfig(
+            heads=HEADS, loss=loss, learning_rate=self._head_rate, update_tokens=update_tokens
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return MtpTraining(self.learner.policy, config, self._optimizer)
@@ -292,14 +294,14 @@ class Policy:
     def train_heads(self, heads: Sequence[MtpTraining], plan: BatchPlan) -> None:
         """One update of each set on a batch, under the present weights."""
         for one in heads:
-            one.begin()
+            one.begin(1.0)
         for tree in plan.trees:
             with torch.no_grad():
                 self.learner.policy.logprobs(tree)
             for one in heads:
                 one.accumulate(tree, tokens=plan.trained_tokens)
         for one in heads:
-            one.step(1.0)
+            one.step()
 
     def published(self, heads: MtpTraining | None) -> dict[str, torch.Tensor]:
         """The weights, with heads or without; tied ones once."""

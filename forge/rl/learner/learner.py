@@ -300,7 +300,7 @@ class Learner:
         loss = 0.0
         stats = []
         if self.mtp is not None:
-            self.mtp.begin()
+            self.mtp.begin(self.config.rate_share(self._position))
         self._share = self._shared(plan)
         gaps_J = self._trees.trajectory_gaps(plan, self._share.trees, frozen)
         policy.begin(self._share.trees)
@@ -389,7 +389,7 @@ class Learner:
             return grad_norm, f"loss {loss}, gradient norm {grad_norm}"
         self._optimizer.step(self.config.rate(self._position))
         if self.mtp is not None:
-            self.mtp.step(self.config.rate_share(self._position))
+            self.mtp.step()
         self.steps += 1
         self._position += 1
         return grad_norm, ""

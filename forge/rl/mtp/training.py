@@ -10,6 +10,10 @@ over the N trained tokens t of all its samples that have K tokens before their s
 loss of head k against the policy in the context of t. A context shared by several samples counts
 once per sample; only `cross_entropy` depends on the sampled token.
 
+One update with a batch uses little of it. With `update_tokens` the heads take an update with about
+so many contexts, while the policy computes its trees; then N counts the tokens of one update. The
+contexts of a tree are dealt out in turn, so that each update has all of its samples.
+
 Shapes: R rows of a rank's share of a tree, E edges, L layout tokens, C hidden channels, K heads.
 """
 
@@ -76,6 +80,12 @@ class _Rows:
     depths_R: Tensor
     """Number of tokens before the token of the row's state."""
 
+    def every(self, step: int, first: int) -> _Rows:
+        """Every `step`-th row from `first` on."""
+        head, edges = self.head.every(step, first)
+        depths_R = self.depths_R[first::step]
+        return _Rows(head=head, counts_E=self.counts_E[edges], depths_R=depths_R)
+
 
 class MtpTraining:
     """Trains the draft heads of one policy."""
@@ -100,17 +110,33 @@ class MtpTraining:
         )
         self._totals_KN = torch.zeros(0)
 
-    def begin(self) -> None:
-        """Begin a batch: reset gradients and statistics."""
+    def begin(self, rate_share: float) -> None:
+        """Begin a batch at this share of the learning rate: reset gradients and statistics."""
         self._optimizer.zero_grad()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * rate_share
         self._totals_KN = torch.zeros((self.config.heads, 3), dtype=torch.float64)
 
     def accumulate(self, tree: TreeBatch, *, tokens: int) -> None:
-        """Add the gradient of the tree whose log-probs the policy computed last.
-
-        The loss of the batch is divided by `tokens`.
-        """
+        """Add the gradient of the tree whose log-probs the policy computed last, for a loss that is
+        divided by `tokens`, those of the batch; or update the heads on parts of the tree. All ranks
+        call it equally often."""
         rows = self._rows(tree)
+        if not self.config.update_tokens:
+            self._add(tree, rows, tokens)
+            return
+        world, device = self._policy.world, self._policy.device
+        contexts = world.total(len(rows.depths_R), device)
+        parts = max(1, int(contexts) // self.config.update_tokens)
+        for first in range(parts):
+            part = rows.every(parts, first)
+            trained = int(world.total(float(part.counts_E.sum()), device))
+            self._optimizer.zero_grad()
+            self._add(tree, part, max(1, trained))
+            self._sum_gradients()
+            self._update()
+
+    def _add(self, tree: TreeBatch, rows: _Rows, tokens: int) -> None:
         count = len(rows.head.places_R)
         if not count:
             return
@@ -200,20 +226,29 @@ class MtpTraining:
 
     def reduce_gradients(self) -> None:
         """Sum gradients and statistics over the ranks, after all trees of a batch."""
+        if not self.config.update_tokens:
+            self._sum_gradients()
         everyone = self._policy.world.everyone
         if everyone is not None:
-            sum_gradients(self.heads.parameters(), everyone)
             totals = self._totals_KN.to(self._policy.device)
             all_reduce(totals, everyone)
             self._totals_KN = totals.cpu()
 
-    def step(self, rate_share: float) -> None:
-        """Update the heads at this share of their learning rate; skip a gradient not finite."""
+    def _sum_gradients(self) -> None:
+        everyone = self._policy.world.everyone
+        if everyone is not None:
+            sum_gradients(self.heads.parameters(), everyone)
+
+    def step(self) -> None:
+        """Update the heads with the gradient of the batch, unless its parts have."""
+        if not self.config.update_tokens:
+            self._update()
+
+    def _update(self) -> None:
+        """Skips a gradient that is not finite."""
         parameters = list(self.heads.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip))
         if math.isfinite(norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = self.config.learning_rate * rate_share
             self._optimizer.step()
 
     def stats(self) -> MtpStats:

@@ -49,6 +49,17 @@ class HeadRows:
         )
         return rows, slice(begin, stop)
 
+    def every(self, step: int, first: int) -> tuple[HeadRows, Tensor]:
+        """Every `step`-th row from `first` on, and the places of their edges."""
+        edges = (self.rows_E % step == first).nonzero()[:, 0]
+        rows = HeadRows(
+            places_R=self.places_R[first::step].contiguous(),
+            temperatures_R=self.temperatures_R[first::step],
+            rows_E=self.rows_E[edges] // step,
+            targets_E=self.targets_E[edges],
+        )
+        return rows, edges
+
     def to(self, device: torch.device) -> HeadRows:
         """These rows on `device`."""
         return HeadRows(

@@ -129,17 +129,19 @@ def shared_policy(
     return policy
 
 
-def heads_error(kind: str, group: dist.ProcessGroup | None) -> float:
-    """Of the draft heads' gradients, against a process by itself."""
+def heads_error(kind: str, group: dist.ProcessGroup | None, *, update_tokens: int = 0) -> float:
+    """Of the draft heads' gradients and weights, against a process by itself; with `update_tokens`
+    after an update with each tree."""
     found: list[dict[str, torch.Tensor]] = []
     for ranks in (None, group):
         policy = shared_policy(tiny_model("qwen3", torch.float64), ranks)
         torch.manual_seed(0)
-        learner = Learner(policy, LearnerConfig(mtp=MtpConfig(heads=2)))
+        mtp = MtpConfig(heads=2, update_tokens=update_tokens)
+        learner = Learner(policy, LearnerConfig(mtp=mtp))
         assert learner.mtp is not None
         learner.mtp.heads.double()
         learner.accumulate(learner.plan(forest(kind)))
-        found.append(gradients(learner.mtp.heads))
+        found.append(gradients(learner.mtp.heads) | learner.mtp.heads.named_tensors())
     alone, shared = found
     scale = max(float(one.norm()) for one in alone.values())
     return max(float((shared[name] - alone[name]).norm()) for name in alone) / scale
@@ -237,6 +239,8 @@ def run_rank(rank: int, meeting: str, results: str) -> None:
                 comparisons.add(family, kind, torch.float64, world)
         for kind in ("compacted", "single_token"):
             found[f"4 qwen3 fp64 heads {kind}"] = heads_error(kind, world)
+            updated = heads_error(kind, world, update_tokens=1 << 20)
+            found[f"4 qwen3 fp64 updated heads {kind}"] = updated
         for short, backward in SHORTAGES:
             found[f"4 fp64 short of memory: rank {short}, backward {backward}"] = shortage_error(
                 world, short=short, backward=backward

@@ -255,6 +255,44 @@ def test_draft_heads_learn(loss: MtpLoss) -> None:
             assert after > before + 0.1
 
 
+def updated(update_tokens: int, *, batches: int, budget: int = 1 << 30) -> tuple[Learner, Any]:
+    """A learner after some updates of its heads alone, and the statistics of the last batch."""
+    optimizer = OptimizerConfig(learning_rate=0.0)
+    settings: dict[str, Any] = {"learning_rate": 3e-3, "top_k": 4, "update_tokens": update_tokens}
+    torch.manual_seed(3)
+    one = learner(tiny_model("qwen3", torch.float32), budget, optimizer=optimizer, **settings)
+    plan = one.plan(forest("forked") + forest("think_stripped"))
+    for _ in range(batches):
+        result = one.step(plan, weight_version=1)
+    return one, result.mtp
+
+
+def test_one_update_on_a_whole_tree_is_that_on_the_batch() -> None:
+    """Where an update may have all contexts of the only tree."""
+    whole, expected = updated(0, batches=2)
+    part, found = updated(1 << 20, batches=2)
+    assert whole.mtp is not None and part.mtp is not None
+    tensors = part.mtp.heads.named_tensors()
+    for name, tensor in whole.mtp.heads.named_tensors().items():
+        assert torch.allclose(tensors[name], tensor, atol=1e-6), name
+    assert found == expected
+
+
+@pytest.mark.parametrize("budget", WAYS.values())
+def test_each_context_is_in_one_update_of_a_batch(budget: int) -> None:
+    """The drafts of all updates are those of one update with the whole batch."""
+    _, expected = updated(0, batches=1, budget=budget)
+    _, found = updated(7, batches=1, budget=budget)
+    assert found.drafts == expected.drafts
+
+
+def test_several_updates_with_a_batch_teach_more() -> None:
+    """The same batches, the same number of computed contexts."""
+    _, once = updated(0, batches=4)
+    _, often = updated(7, batches=4)
+    assert all(a < 0.95 * b for a, b in zip(often.losses, once.losses, strict=True))
+
+
 def test_restored_draft_head_takes_the_same_step() -> None:
     """Heads and their moments are in the learner's state."""
     samples = forest("linear")
