@@ -11,7 +11,8 @@ their total variation (arXiv 2408.07978). So a draft head's draw with the noise 
 foretells the policy's. There are two races, of the blocks of the vocabulary and of the tokens of
 the winning block: one noise per token would cost more than the softmax.
 
-Shape suffixes: B rows, V vocabulary, K tokens of a block of the vocabulary, N noise of a row.
+Shape suffixes: B rows, V vocabulary, K tokens of a block of the vocabulary, N noise of a row, S
+tokens of a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -44,6 +45,35 @@ class SampledBatch:
     all_logprobs: torch.Tensor | None = None
     """float32, shape [B, V]: the whole distribution, if requested; for greedy rows that at
     temperature 1, with their other cuts."""
+
+
+class TokenSubset:
+    """A part of a vocabulary; a draw in it uses the noise of each token in the whole."""
+
+    def __init__(self, tokens_S: torch.Tensor, *, vocabulary: int) -> None:
+        """`tokens_S`: different token ids."""
+        self.tokens_S = tokens_S
+        self.vocabulary = vocabulary
+        self._blocks_S = tokens_S // _BLOCK
+        self._places_S = tokens_S % _BLOCK
+
+    def __len__(self) -> int:
+        return len(self.tokens_S)
+
+    def spread(self, logits_BS: torch.Tensor) -> torch.Tensor:
+        """[B, V]: the logits of these tokens, minus infinity for all others."""
+        logits_BV = logits_BS.new_full((len(logits_BS), self.vocabulary), -torch.inf)
+        return logits_BV.index_copy_(1, self.tokens_S, logits_BS)
+
+    def race(self, probs_BS: torch.Tensor, noise_BN: torch.Tensor) -> torch.Tensor:
+        """[B] indices in `tokens_S`: `_race` over the whole vocabulary, where all other tokens have
+        no probability."""
+        wide_BS = probs_BS.double()
+        count = noise_BN.shape[-1] - _BLOCK
+        sums = wide_BS.new_zeros(len(wide_BS), count).index_add_(1, self._blocks_S, wide_BS)
+        block_B = (sums / noise_BN[:, :count]).argmax(-1)
+        times_BS = wide_BS / noise_BN[:, count + self._places_S]
+        return times_BS.masked_fill_(self._blocks_S != block_B[:, None], -1.0).argmax(-1)
 
 
 def race_noise(
@@ -109,8 +139,10 @@ def sample(
     top_k_B: torch.Tensor | None = None,
     min_p_B: torch.Tensor | None = None,
     keep_all: bool = False,
+    among: TokenSubset | None = None,
 ) -> SampledBatch:
-    """One token per row, by the races of `noise_BN`, from `race_noise`.
+    """One token per row, by the races of `noise_BN`, from `race_noise`. `among`: the logits are
+    those of these tokens alone, [B, S], and so is the whole distribution.
 
     Order of the cuts: temperature, min-p, top-k (0 keeps all), then top-p on what is left,
     renormalized; None cuts nothing. Temperature 0 takes the likeliest token. Ties at a cut are
@@ -121,7 +153,7 @@ def sample(
     if not keep_all and bool(greedy_B.all()):
         likeliest = logits_BV.max(-1)
         # Not a constant zero: a logit that is not finite must stay so, to reveal broken weights.
-        return SampledBatch(ids=likeliest.indices, logprobs=likeliest.values * 0.0)
+        return SampledBatch(ids=_tokens(likeliest.indices, among), logprobs=likeliest.values * 0.0)
     if bool((temperature_B != 1).any()):
         logits_BV = logits_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     whole_BV = logits_BV
@@ -132,17 +164,23 @@ def sample(
     if top_p_B is not None:
         logits_BV = _cut_top_p(logits_BV, top_p_B)
     logprobs_BV = logits_BV.log_softmax(-1)
-    ids_B = _race(logprobs_BV.exp(), noise_BN)
+    race = _race if among is None else among.race
+    ids_B = race(logprobs_BV.exp(), noise_BN)
     logprobs_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
     if bool(greedy_B.any()):
         ids_B = torch.where(greedy_B, logits_BV.argmax(-1), ids_B)
         logprobs_B = torch.where(greedy_B, logits_BV.amax(-1) * 0.0, logprobs_B)
     return SampledBatch(
-        ids=ids_B,
+        ids=_tokens(ids_B, among),
         logprobs=logprobs_B,
         kept_logprobs=None if logits_BV is whole_BV else _kept(whole_BV, logits_BV, greedy_B),
         all_logprobs=logprobs_BV if keep_all else None,
     )
+
+
+def _tokens(indices_B: torch.Tensor, among: TokenSubset | None) -> torch.Tensor:
+    """The tokens at these places of the logits."""
+    return indices_B if among is None else among.tokens_S[indices_B]
 
 
 def _kept(whole_BV: torch.Tensor, cut_BV: torch.Tensor, greedy_B: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from forge.rl.sampling import (
     SampledBatch,
+    TokenSubset,
     device_race_noise,
     race_noise,
     sample,
@@ -203,3 +204,24 @@ def test_sampling_without_cuts_is_that_with_all_of_them_off() -> None:
     ids, logprobs = sample_uncut(logits, temperature_B=heat, noise_BN=noise)
     assert torch.equal(ids, expected.ids)
     assert torch.equal(logprobs, expected.logprobs)
+
+
+def test_draw_among_some_tokens_is_that_without_all_others() -> None:
+    """The same noise for each token, so the same token: greedy, at temperatures and with cuts."""
+    torch.manual_seed(0)
+    vocabulary = 3000
+    settings: dict[str, Any] = {
+        "temperature_B": torch.tensor([1.0, 0.7, 0.0, 1.2]),
+        "top_k_B": torch.tensor([0, 5, 0, 9]),
+        "top_p_B": torch.tensor([1.0, 0.9, 1.0, 0.5]),
+        "min_p_B": torch.tensor([0.0, 0.0, 0.0, 0.1]),
+    }
+    for trial in range(50):
+        tokens_S = torch.randperm(vocabulary)[:300].sort().values
+        among = TokenSubset(tokens_S, vocabulary=vocabulary)
+        logits_BS = torch.randn(4, 300) * 3
+        noise_BN = race_noise([trial] * 4, range(4), vocabulary=vocabulary)
+        drawn = sample(logits_BS, noise_BN=noise_BN, among=among, **settings)
+        expected = sample(among.spread(logits_BS), noise_BN=noise_BN, **settings)
+        assert drawn.ids.tolist() == expected.ids.tolist()
+        assert torch.allclose(drawn.logprobs, expected.logprobs, atol=1e-5)

@@ -130,6 +130,8 @@ class DecodeStep:
             row += sequence.step_tokens
             states.append(state)
             outcomes.append((sequence, outcome))
+        if self._drafter.most:
+            self._drafter.observe([one.token for _, done in outcomes for one in done.tokens])
         # From here on nothing takes memory: a step that fails is repeated.
         for (sequence, outcome), state in zip(outcomes, states, strict=True):
             # The failed row has computed its token, too.

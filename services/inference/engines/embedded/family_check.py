@@ -245,6 +245,8 @@ class _KnownAnswers:
     def draft(self, sequences: Sequence[DecodeSequence]) -> list[Draft]:
         return [self._of(sequence) for sequence in sequences]
 
+    def observe(self, tokens: Sequence[int]) -> None: ...
+
     def _of(self, sequence: DecodeSequence) -> Draft:
         number, done = int(sequence.prompt.request_id), len(sequence.sampled)
         ids = self._answers[number][done : done + sequence.step_tokens - 1]

@@ -61,9 +61,7 @@ class PackedLinear:
         alone = is_narrow(self._type) and rows.numel() == rows.shape[-1]
         if alone:
             rows = rows.expand(*rows.shape[:-2], _ROWS_FOR_ONE, -1)
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._packed, self._bias, "none", [], ""
-        )
+        found = product(rows, self._packed, self._bias)
         return found[..., :1, :] if alone else found
 
 
@@ -72,6 +70,12 @@ def pack(matrix: torch.Tensor) -> Packed:
     with torch.no_grad():
         packed: Packed = torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), None)
     return packed
+
+
+def product(rows: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    """The linear layer of a packed matrix."""
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return found
 
 
 def placeholder(matrix: torch.Tensor) -> torch.Tensor:
@@ -86,11 +90,14 @@ def packable(model: Any) -> Sequence[PackedLinear]:
     return [PackedLinear(one) for one in model.modules() if _is_worth(one)]
 
 
+def is_worth(matrix: torch.Tensor) -> bool:
+    """Whether the product is faster with this matrix packed."""
+    least = _LEAST_NARROW if is_narrow(matrix.dtype) else _LEAST_WIDE
+    return _can_pack(matrix) and matrix.numel() >= least
+
+
 def _is_worth(module: torch.nn.Module) -> bool:
-    if type(module) is not torch.nn.Linear or not _can_pack(module.weight):
-        return False
-    least = _LEAST_NARROW if is_narrow(module.weight.dtype) else _LEAST_WIDE
-    return module.weight.numel() >= least
+    return type(module) is torch.nn.Linear and is_worth(module.weight)
 
 
 def _can_pack(matrix: torch.Tensor) -> bool:

@@ -285,6 +285,7 @@ class Policy:
             try:
                 of_heads = {n: self._served_drafts.staged(from_named(t)) for n, t in found.items()}
                 drafts = self.head.stage_drafts(of_heads, most=self._draft_tokens)
+                self._served_drafts.pack(drafts)
                 note = ""
             except ForgeError as error:
                 note = str(error)

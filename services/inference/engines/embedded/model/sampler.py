@@ -17,7 +17,7 @@ import torch
 
 from forge.core.errors import ForgeError
 from forge.core.token_columns import int32_array
-from forge.rl.sampling import race_noise, sample
+from forge.rl.sampling import TokenSubset, race_noise, sample
 from services.inference.engines.base import Likeliest, Prompt, Sampling, Tokens
 from services.inference.engines.grammar_masks import Matcher, mask_words
 
@@ -79,13 +79,19 @@ def draw(
     positions: Sequence[int],
     matchers: Sequence[Matcher | None],
     answers: Sequence[Sequence[int]],
+    among: TokenSubset | None = None,
 ) -> Drawn:
     """Sample one token per row, after `answers`, the tokens sampled behind the prompts.
 
-    Changes `logits_RV` in place for rows with a reweighting or a grammar.
+    Changes `logits_RV` in place for rows with a reweighting or a grammar. `among`: the logits are
+    those of these tokens alone, and no row gets likeliest tokens.
     """
     device = logits_RV.device
     settings = [prompt.sampling for prompt in prompts]
+    vocabulary = logits_RV.shape[-1] if among is None else among.vocabulary
+    keep_all = among is None and any(s.top_logprobs for s in settings)
+    if among is not None and (any(matchers) or any(s.reweighting for s in settings)):
+        logits_RV, among = among.spread(logits_RV), None
     allowed: dict[int, float] = {}
     plain = _reweight(logits_RV, prompts, answers)
     failed: Mapping[int, ForgeError] = {}
@@ -97,10 +103,11 @@ def draw(
         top_p_B=_cuts([s.top_p for s in settings], none=1.0, device=device),
         top_k_B=_cuts([s.top_k for s in settings], none=0, device=device),
         noise_BN=race_noise(
-            [s.seed for s in settings], positions, vocabulary=logits_RV.shape[-1], device=device
+            [s.seed for s in settings], positions, vocabulary=vocabulary, device=device
         ),
         min_p_B=_cuts([s.min_p for s in settings], none=0.0, device=device),
-        keep_all=any(s.top_logprobs for s in settings),
+        keep_all=keep_all,
+        among=among,
     )
     if drawn.kept_logprobs is not None:
         # The cuts apply after the grammar: shares multiply.

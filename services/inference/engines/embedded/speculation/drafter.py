@@ -5,6 +5,7 @@ Shape suffixes: R sequences that draft, C hidden channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +15,10 @@ import torch
 from services.inference.engines.embedded.model.policy import Policy
 from services.inference.engines.embedded.model.sampler import draw
 from services.inference.engines.embedded.sequences import DecodeSequence
+from services.inference.engines.embedded.speculation.draft_vocabulary import (
+    LEAST_VOCABULARY,
+    DraftVocabulary,
+)
 from services.inference.engines.embedded.speculation.mask_tape import MaskTape
 from services.inference.engines.grammar_masks import Matcher
 
@@ -45,12 +50,20 @@ class Drafter(Protocol):
         """For each sequence at most `step_tokens` - 1 drafts, none of them a stop token: the step
         samples the token of that place in any case."""
 
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Take note of sampled tokens."""
+
 
 class HeadDrafter:
     """Drafts with the draft heads of the policy's weights."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._vocabulary: DraftVocabulary | None = None
+        """On a CPU, with a large vocabulary."""
+        vocabulary = policy.limits.vocabulary
+        if policy.device.type == "cpu" and vocabulary >= LEAST_VOCABULARY:
+            self._vocabulary = DraftVocabulary(vocabulary)
 
     @property
     def most(self) -> int:
@@ -60,6 +73,11 @@ class HeadDrafter:
     def is_ready(self, sequence: DecodeSequence) -> bool:
         """Only behind a known hidden state."""
         return sequence.state is not None
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """See `Drafter`."""
+        if self._vocabulary is not None:
+            self._vocabulary.observe(tokens)
 
     def draft(self, sequences: Sequence[DecodeSequence]) -> list[Draft]:
         """See `Drafter`."""
@@ -86,21 +104,25 @@ class HeadDrafter:
         """Draft head after head for the sequences `rows`, each up to its limit."""
         heads = self._policy.drafts
         assert heads is not None
+        among = self._vocabulary.tokens if self._vocabulary is not None else None
         last = [sequences[row].sampled[-1] for row in rows]
         for number in range(len(heads)):
             ids_R = torch.tensor(last, device=states_RC.device)
-            states_RC, logits_RV = heads.draft(number, states_RC, ids_R)
+            states_RC, logits_RV = heads.draft(number, states_RC, ids_R, among)
             drawn = draw(
                 logits_RV,
                 [sequences[row].prompt for row in rows],
                 positions=[sequences[row].position + number for row in rows],
                 matchers=[drafts[row].tape for row in rows],
                 answers=[sequences[row].answer_with(drafts[row].ids) for row in rows],
+                among=among,
             )
             kept = []
             for place, row in enumerate(rows):
                 sequence, draft, token = sequences[row], drafts[row], drawn.ids[place]
-                if place in drawn.failed or token in sequence.prompt.sampling.stop_ids:
+                stops = token in sequence.prompt.sampling.stop_ids
+                # Without a finite log-prob the grammar allows none of the tokens that are drafted.
+                if stops or place in drawn.failed or not math.isfinite(drawn.logprobs[place]):
                     continue
                 draft.ids.append(token)
                 if draft.tape is not None:
