@@ -150,12 +150,14 @@ class Lineage:
         while True:
             assert self._leadership is not None, "campaign comes first"
             await self._leadership.lost()
+            # Before `begin` the record is that of a former trainer.
+            own_fence = max(self.began_fence, self._leadership.fence)
             campaign = asyncio.create_task(self._campaign())
             if campaign not in await first_done(campaign, self._other_leads()):
                 return
             self._leadership = campaign.result()
             record, _ = await self._read_patiently()
-            if record is not None and record.fence > self.began_fence:
+            if record is not None and record.fence > own_fence:
                 return
             log.info("leadership_regained", fence=self._leadership.fence)
 
