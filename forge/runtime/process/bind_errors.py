@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -11,3 +12,10 @@ def bind_reason(error: OSError) -> str:
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return (error.strerror or str(error)).partition(" (while attempting")[0]
+
+
+def bind_fault(error: OSError, option: str) -> str:
+    """The reason and the remedy. `option`: the flag of the port."""
+    if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:
+        return f"{bind_reason(error)}; set host to an address of this host, which must be up"
+    return f"{bind_reason(error)}; choose another with {option}, or 0 for any free one"

@@ -18,6 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import make_wsgi_app
 
 from forge.core.errors import ConfigError
+from forge.runtime.process.bind_errors import bind_fault
 from forge.runtime.security.tls import Tls
 from forge.runtime.telemetry import log
 
@@ -32,8 +33,8 @@ def serve_metrics(host: str, port: int, tls: Tls) -> int:
         listener = _Listener(host, port, tls)
     except OSError as error:
         raise ConfigError(
-            f"metrics_port = {port}: {host}:{port} cannot be bound: {error.strerror}; "
-            "choose another with --metrics-port, or 0 for any free one"
+            f"metrics_port = {port}: {host}:{port} cannot be bound: "
+            f"{bind_fault(error, '--metrics-port')}"
         ) from None
     listener.set_app(make_wsgi_app())
     Thread(target=listener.serve_forever, name="metrics", daemon=True).start()

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, ResourceExhausted
-from forge.runtime.process.bind_errors import bind_reason
+from forge.runtime.process.bind_errors import bind_fault
 from forge.runtime.telemetry import log
 from services.console.config import ConsoleConfig
 from services.console.data.compared_runs import ComparedRuns
@@ -111,8 +111,7 @@ class HttpServer:
         except OSError as error:
             raise ConfigError(
                 f"http.port = {config.http.port}: {config.host}:{config.http.port} cannot be "
-                f"bound: {bind_reason(error)}; choose another with --http.port, or 0 for any "
-                "free one"
+                f"bound: {bind_fault(error, '--http.port')}"
             ) from None
         port: int = self._runner.addresses[0][1]
         return port

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection
 from aiohttp import web
 
 from forge.core.errors import ConfigError
-from forge.runtime.process.bind_errors import bind_reason
+from forge.runtime.process.bind_errors import bind_fault
 from forge.runtime.security.audit import write_audit
 from forge.runtime.telemetry import log
 from services.gateway.config import ConnectionSettings
@@ -89,8 +89,8 @@ class HttpServer:
             )
         except OSError as error:
             raise ConfigError(
-                f"http.port = {port}: {host}:{port} cannot be bound: {bind_reason(error)}; "
-                "choose another with --http.port, or 0 for any free one"
+                f"http.port = {port}: {host}:{port} cannot be bound: "
+                f"{bind_fault(error, '--http.port')}"
             ) from None
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound

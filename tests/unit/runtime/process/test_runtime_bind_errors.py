@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from forge.runtime.process.bind_errors import bind_reason
+from forge.runtime.process.bind_errors import bind_fault, bind_reason
 
 IN_USE = "Address already in use"
 
@@ -26,6 +26,22 @@ async def test_reason_of_a_port_in_use_has_no_address() -> None:
         with pytest.raises(OSError, match=r"127\.0\.0\.1") as caught:
             socket.create_server((host, port))
         assert bind_reason(caught.value) == IN_USE
+
+
+async def test_port_in_use_and_absent_address_have_remedies_of_their_own() -> None:
+    """No other port helps if this host does not have the address, or if the name has none."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(OSError, match="in use") as caught:
+            await listen(*taken.getsockname())
+        assert bind_fault(caught.value, "--port") == (
+            f"{IN_USE}; choose another with --port, or 0 for any free one"
+        )
+    host = "; set host to an address of this host, which must be up"
+    with pytest.raises(OSError, match="assign") as caught:
+        await listen("192.0.2.1", 0)
+    assert bind_fault(caught.value, "--port") == f"Cannot assign requested address{host}"
+    unknown = socket.gaierror(-2, "Name or service not known")
+    assert bind_fault(unknown, "--port") == f"Name or service not known{host}"
 
 
 def test_reason_of_an_unknown_host_is_its_text() -> None:
