@@ -25,6 +25,7 @@ from services.pool.replication.replica import LeadersReaders, LeadersWriter, Rep
 from services.pool.replication.shard_identity import hold_shard
 from services.pool.restored_shard import watch_restored
 from services.pool.retention import Retention, RetentionPolicy
+from services.pool.room_watch import watch_room
 from services.pool.service import (
     AUDITED,
     FULL_NAME,
@@ -170,6 +171,8 @@ class PoolApp:
 
     def _retain(self, store: PoolStore, writer: WriterRef, readers: ReaderThreads) -> None:
         self._context.keep_running(self._watch_restored(store), name="restored")
+        room = watch_room(store, readers, self._context.metadata, self._context.announce)
+        self._context.keep_running(room, name="room")
         if self._context.config.retention.mode != "keep":
             retention = self._retention(store, writer, readers)
             self._context.keep_running(retention.run(), name="retention")

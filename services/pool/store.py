@@ -112,8 +112,8 @@ class PoolStore:
             on_panic=on_panic,
         )
         self.disk_reserve_bytes = disk_reserve_bytes
-        self._refused = False
-        """The last commit was refused for lack of room."""
+        self._refused = ""
+        """Why the last commit was refused for lack of room; "" if it was not."""
         self._on_commit: OnCommit | None = None
         self._recent = RecentChanges()
         self.confirmed_position = 0
@@ -162,10 +162,10 @@ class PoolStore:
             answers, position = self.write(
                 apply_all, listeners=() if self._on_commit is None else (changes,)
             )
-        except ResourceExhausted:
-            self._refused = True
+        except ResourceExhausted as error:
+            self._refused = str(error)
             raise
-        self._refused = False
+        self._refused = ""
         if self._on_commit is not None and position:
             self._on_commit(position, changes.records)
         return answers
@@ -204,7 +204,18 @@ class PoolStore:
     @property
     def short_of_room(self) -> bool:
         """True if the disk has too little space for a write, or had at the last refusal."""
-        return self._refused or self._room_is_scarce() is not None
+        return bool(self.lack_of_room)
+
+    @property
+    def lack_of_room(self) -> str:
+        """Why turns are refused for lack of room, the same text while that lasts; "" if they are
+        accepted."""
+        if not self._refused and self._room_is_scarce() is not None:
+            return (
+                "its disk and map have room for less than store.disk_reserve_bytes = "
+                f"{self.disk_reserve_bytes}"
+            )
+        return self._refused
 
     def settled(self, *, after: bytes, limit: int) -> list[SettledGroup]:
         """Groups that can be freed after that entry of the index, the oldest first."""

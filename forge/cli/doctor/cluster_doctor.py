@@ -1,4 +1,4 @@
-"""`forge doctor --etcd` or `--run-dir`: etcd and the clocks of a running system."""
+"""`forge doctor --etcd` or `--run-dir`: etcd, the clocks and the pool of a running system."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from packaging.version import InvalidVersion, Version
 from forge.cli.clocks import compare_clocks
 from forge.cli.connection import Connection
 from forge.cli.finding import Finding
+from forge.client.stored.pool import refusals
 from forge.core.clocks import AGREE_S
 from forge.core.errors import ForgeError
 from forge.runtime.coordination import Coordinator, EtcdStatus
@@ -18,12 +19,14 @@ from forge.runtime.security.tls import is_loopback_etcd
 
 
 async def cluster_findings(cluster: Connection) -> list[Finding]:
-    """Returns the findings about etcd and the clocks; one if the system cannot be reached."""
+    """Returns the findings about etcd, the clocks and shards that refuse changes; one if the system
+    cannot be reached."""
     try:
         async with cluster.open() as (coordinator, channels):
             etcd = _access(cluster.etcd, demands_login=await coordinator.demands_login())
             member = _member(cluster.etcd, await coordinator.etcd_status())
-            return [etcd, *member, *await _clocks(coordinator, channels)]
+            clocks = await _clocks(coordinator, channels)
+            return [etcd, *member, *clocks, *await _refusals(coordinator)]
     except ForgeError as error:
         remedy = "Start etcd, or correct its address, the key or token, and the certificates."
         return [Finding(ok=False, text=f"cluster {cluster.cluster}: {error}", remedy=remedy)]
@@ -76,3 +79,11 @@ async def _clocks(coordinator: Coordinator, channels: Channels) -> list[Finding]
         return [Finding(ok=True, text=agree)]
     remedy = f"On the host of that address, {REMEDY}."
     return [Finding(ok=False, text=line, remedy=remedy) for line in clocks.lines()]
+
+
+async def _refusals(coordinator: Coordinator) -> list[Finding]:
+    return [
+        Finding(ok=False, text=text, remedy=remedy)
+        for one in await coordinator.all_instances()
+        for text, remedy in refusals(one.metadata)
+    ]

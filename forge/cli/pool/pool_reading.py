@@ -232,7 +232,7 @@ async def show_stats(at: Connection, *, as_json: bool) -> None:
             if as_json:
                 _print_json(stats)
             else:
-                _show(stats, reader.copies_in_sync(shard))
+                _show(stats, reader.copies_in_sync(shard), reader.refusals(shard))
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
@@ -269,13 +269,15 @@ def _counts(stats: pool_pb2.GetPoolStatsResponse) -> Table:
     return table
 
 
-def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int) -> None:
+def _show(stats: pool_pb2.GetPoolStatsResponse, copies: int, refusals: Sequence[str]) -> None:
     console.print(_counts(stats))
     say(
         f"{decimal(stats.used_bytes)} in the file, {decimal(stats.live_bytes)} of them in use; "
         f"{decimal(stats.disk_free_bytes)} free on the disk"
         + (f"; copies in sync: {copies}" if copies else "")
     )
+    for refusal in refusals:
+        say(refusal)
     if stats.oldest_pending_task_id:
         say(
             f"oldest pending group: {stats.oldest_pending_task_id} at index "

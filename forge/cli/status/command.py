@@ -15,7 +15,7 @@ from forge.cli.local_run.display import evaluation_line, step_line
 from forge.cli.queue.command import line_of
 from forge.cli.status.system_state import SystemState, read_state
 from forge.cli.trouble import queue_lines
-from forge.client.stored.pool import REFUSAL_KEY
+from forge.client.stored.pool import NO_ROOM_KEY, REFUSAL_KEY
 from forge.core.enum_words import enum_word
 from forge.core.errors import ForgeError
 from forge.runtime.weights import ERROR_KEY
@@ -25,7 +25,7 @@ _FOR_PROGRAMS = frozenset(
     {
         *("block_tokens", "cache_reports", "capabilities", "host_memory", "incarnation", "leader"),
         *("lineage", "prefills_in_decode", "shared_http", "worker_stream"),
-        *(ERROR_KEY, REFUSAL_KEY),
+        *(ERROR_KEY, NO_ROOM_KEY, REFUSAL_KEY),
     }
 )
 """Metadata that one service reads of another, or that is a problem below; `--json` has it."""

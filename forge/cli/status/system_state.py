@@ -20,7 +20,7 @@ from forge.cli.local_run.stack import READY_KINDS
 from forge.cli.trouble import troubles
 from forge.client.operator import Operator
 from forge.client.scheduler import START_KEY, TERM_ERROR_KEY
-from forge.client.stored.pool import REFUSAL_KEY
+from forge.client.stored.pool import refusals
 from forge.core.errors import ForgeError, Unavailable
 from forge.runtime.coordination import Coordinator, Instance
 from forge.runtime.process.agreement import AGREED_KEY
@@ -159,12 +159,8 @@ async def read_state(coordinator: Coordinator, channels: Channels, *, cluster: s
 
 def _announced(one: Service) -> Iterator[str]:
     """The problems that a service has in its metadata."""
-    if reason := one.metadata.get(REFUSAL_KEY):
-        yield (
-            f"pool shard {one.metadata.get('shard', '')} refuses writes, so no rollout ends and no "
-            f"step is trained: {reason}. Start its other replica, or replace it: "
-            "docs/runbooks/pool_host_lost.md."
-        )
+    for refusal, remedy in refusals(one.metadata):
+        yield f"{refusal}. {remedy}"
     if error := one.metadata.get(ERROR_KEY):
         yield (
             f"{one.kind} {one.instance} does not have the newest weights: {error}. It tries each "

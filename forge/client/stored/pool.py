@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
@@ -34,6 +34,8 @@ FETCH_TRAJECTORIES = 16
 COMPACT_S = 6 * 3600.0
 REFUSAL_KEY = "refuses_writes"
 """Metadata of a replicated shard: why it refuses changes; "" if it accepts them."""
+NO_ROOM_KEY = "refuses_turns"
+"""Metadata of a shard: why it refuses turns for lack of room; "" if it accepts them."""
 TAIL_BUFFER = 64
 """Most responses that wait for the caller, over all shards; beyond it streams are not read."""
 
@@ -66,6 +68,11 @@ class PoolReader:
         """Return how many connected replicas have every acknowledged write; 0 if unreplicated."""
         found = (one.metadata for one in self._pool.instances() if _serves(one, shard))
         return max((int(metadata.get("copies", 0)) for metadata in found), default=0)
+
+    def refusals(self, shard: str) -> list[str]:
+        """Return why a shard refuses changes, with the remedies."""
+        found = (one.metadata for one in self._pool.instances() if _serves(one, shard))
+        return [f"{text}. {remedy}" for one in found for text, remedy in refusals(one)]
 
     async def stats(self, shard: str) -> pool_pb2.GetPoolStatsResponse:
         """Return counts and sizes of one shard, also by domain and state."""
@@ -312,6 +319,23 @@ class PoolReader:
 
     def _patience(self) -> Patience:
         return Patience(self._retry_for_s, clock=time.monotonic, rng=Random())
+
+
+def refusals(metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields each refusal of changes that a shard announces in its metadata, with the remedy."""
+    shard = f"pool shard {metadata.get('shard', '')}"
+    if reason := metadata.get(REFUSAL_KEY):
+        yield (
+            f"{shard} refuses writes, so no rollout ends and no step is trained: {reason}",
+            "Start its other replica, or free space on that one's disk, or replace it: "
+            "docs/runbooks/pool_host_lost.md.",
+        )
+    if reason := metadata.get(NO_ROOM_KEY):
+        yield (
+            f"{shard} refuses turns, so its rollouts wait: {reason}",
+            "Free space on its disk; meanwhile retention frees settled groups: "
+            "docs/pool_retention.md, A full disk.",
+        )
 
 
 def _serves(instance: Instance, shard: str) -> bool:

@@ -82,6 +82,18 @@ def test_shard_without_its_follower_is_a_problem() -> None:
     assert not [one for one in joined.problems() if one.startswith("pool ")]
 
 
+def test_shard_without_room_is_a_problem() -> None:
+    """The cause and the page; the table does not repeat it."""
+    reason = "its disk and map have room for less than store.disk_reserve_bytes = 67108864"
+    state = system(service("pool", shard="s0", refuses_turns=reason))
+    (problem,) = (one for one in state.problems() if one.startswith("pool "))
+    assert problem.startswith("pool shard s0 refuses turns, so its rollouts wait: its disk and map")
+    assert "docs/pool_retention.md" in problem
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(status_table(state))
+    assert "shard=s0" in printed.getvalue() and "refuses_turns" not in printed.getvalue()
+
+
 def test_failed_term_is_shown_until_a_scheduler_leads() -> None:
     """Of the standby, whose term ended before that of the leader began."""
     failed = service("scheduler", role="standby", term_error="no pool", metrics="10.0.0.7:9221")

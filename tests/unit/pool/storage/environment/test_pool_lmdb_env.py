@@ -224,7 +224,7 @@ def test_full_disk_accepts_turns_once_groups_are_freed(small_disk):
             append(store, turn_of_group(count, 100 * KIB))
             settle(store, count)
             count += 1
-    assert store.short_of_room
+    assert "the disk refused the commit" in store.lack_of_room
     used_bytes = store.environment.used_bytes
     for index in range(count // 2):
         assert free(store, index).groups == 1
