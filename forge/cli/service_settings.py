@@ -36,6 +36,8 @@ _FURTHER_UNITS = {"pool": ("pool-replica",), "trainer": ("trainer-rank",)}
 UNIT_SETTINGS = Path("/etc/forge")
 """Directory that the systemd units read."""
 _LIMIT_S = 60.0
+NO_END = "no end within"
+"""Begin of the error of a program that was still busy at the time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +173,7 @@ def _run(program: Program, mode: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(argv, 1, "", f"no end within {_LIMIT_S:.0f} s")
+        return subprocess.CompletedProcess(argv, 1, "", f"{NO_END} {_LIMIT_S:g} s")
 
 
 def _read(

@@ -21,7 +21,7 @@ import psutil
 
 from forge.cli.certificate_doctor import CertificateFiles, certificate_findings
 from forge.cli.finding import Finding
-from forge.cli.service_settings import PrintedSettings
+from forge.cli.service_settings import NO_END, PrintedSettings
 from forge.runtime.process.host_check import nearest_existing
 from forge.runtime.process.service import EVERY_ADDRESS
 from forge.runtime.security.tls import is_loopback
@@ -43,7 +43,11 @@ def settings_findings(printed: Sequence[PrintedSettings]) -> Iterator[Finding]:
         errors = [error for error in one.errors if _TAKEN not in error]
         source = one.program.source
         for error in errors:
-            remedy = f"Correct it in {source}; the settings: python -m {one.program.module} --help"
+            remedy = (
+                "This host or one of its disks is busy: repeat the command under less load."
+                if error.startswith(NO_END)
+                else f"Correct it in {source}; the settings: python -m {one.program.module} --help"
+            )
             yield Finding(ok=False, text=f"{one.program.name}: {error}", remedy=remedy)
         if not errors:
             yield Finding(ok=True, text=f"settings of {one.program.name}")

@@ -13,7 +13,7 @@ import trustme
 
 from forge.cli import service_settings
 from forge.cli.certificate_doctor import CertificateFiles, certificate_findings
-from forge.cli.service_settings import PrintedSettings, Program, programs_in
+from forge.cli.service_settings import PrintedSettings, Program, print_settings, programs_in
 from forge.cli.settings_doctor import settings_findings
 from forge.core.errors import InvalidArgument
 from tests.support.runtime.etcd import Certificates
@@ -62,6 +62,17 @@ def test_directory_without_settings_is_refused(tmp_path: Path) -> None:
     """The error names the files."""
     with pytest.raises(InvalidArgument, match="has no settings of a service"):
         programs_in(tmp_path)
+
+
+def test_service_that_is_still_busy_has_no_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its remedy is less load; that of a wrong setting is the file."""
+    monkeypatch.setattr(service_settings, "_LIMIT_S", 0.001)
+    program = Program(name="pool", module="services.pool", flags=(), source="pool.toml")
+    (slow,) = print_settings([program], check=True)
+    found = problems(slow, printed("gateway", "", errors=["port = 'x' is not a number"]))
+    assert [*found] == ["pool: no end within 0.001 s", "gateway: port = 'x' is not a number"]
+    assert "repeat the command under less load" in found["pool: no end within 0.001 s"]
+    assert "Correct it in gateway.toml" in found["gateway: port = 'x' is not a number"]
 
 
 def test_port_of_two_services_is_a_problem() -> None:
