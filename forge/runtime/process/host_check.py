@@ -15,7 +15,7 @@ from forge.core.errors import ConfigError, ForgeError
 from forge.core.extras import extras_named
 from forge.runtime.coordination import Login
 from forge.runtime.process.span_export import require_tracing
-from forge.runtime.rpc.server import bind_problem
+from forge.runtime.rpc.bind_errors import bind_error, bind_reason, bind_remedy
 from forge.runtime.security.tls import Tls
 from forge.runtime.security.tokens import Keyring
 from forge.runtime.settings import Port, ServiceConfig, settings_of
@@ -65,10 +65,9 @@ def _check_security(config: ServiceConfig) -> None:
 
 
 def _require_free_port(key: str, host: str, port: int) -> None:
-    if problem := bind_problem(host, port):
-        raise ConfigError(
-            f"{key} = {port}: {problem} on {host}; choose another, or 0 for any free one"
-        )
+    if (error := bind_error(host, port)) is not None:
+        reason = bind_reason(error).lower()
+        raise ConfigError(f"{key} = {port}: {reason} on {host}; {bind_remedy(error)}")
 
 
 def require_writable(key: str, path: str) -> None:

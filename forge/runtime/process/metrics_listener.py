@@ -18,7 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import make_wsgi_app
 
 from forge.core.errors import ConfigError
-from forge.runtime.process.bind_errors import bind_fault
+from forge.runtime.rpc.bind_errors import bind_fault
 from forge.runtime.security.tls import Tls
 from forge.runtime.telemetry import log
 

@@ -1,9 +1,22 @@
-"""Reasons why a port cannot be bound."""
+"""Reasons why a port cannot be bound, and their remedies."""
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """The error of a trial to bind a port; None if it can be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            return error
+    return None
 
 
 def bind_reason(error: OSError) -> str:
@@ -14,8 +27,13 @@ def bind_reason(error: OSError) -> str:
     return (error.strerror or str(error)).partition(" (while attempting")[0]
 
 
-def bind_fault(error: OSError, option: str) -> str:
-    """The reason and the remedy. `option`: the flag of the port."""
+def bind_remedy(error: OSError, *, option: str = "") -> str:
+    """The remedy. `option`: the flag of the port."""
     if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:
-        return f"{bind_reason(error)}; set host to an address of this host, which must be up"
-    return f"{bind_reason(error)}; choose another with {option}, or 0 for any free one"
+        return "set host to an address of this host, which must be up"
+    return f"choose another{f' with {option}' if option else ''}, or 0 for any free one"
+
+
+def bind_fault(error: OSError, option: str) -> str:
+    """The reason and the remedy."""
+    return f"{bind_reason(error)}; {bind_remedy(error, option=option)}"

@@ -7,7 +7,6 @@ credentials, error translation, metrics, access and audit log (`forge.runtime.rp
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from forge.core.errors import ConfigError
+from forge.runtime.rpc.bind_errors import bind_error, bind_reason, bind_remedy
 from forge.runtime.rpc.channel import MAX_MESSAGE_BYTES, MAX_REFUSED_BYTES
 from forge.runtime.rpc.clock import ClockServicer
 from forge.runtime.rpc.interceptor import CallInterceptor, current_claims
@@ -112,11 +112,11 @@ class RpcServer:
         self._registrations.append(lambda server: register(servicer, server))
 
     async def start(self) -> str:
-        """Listen; returns "host:port" with the port bound. Raises ConfigError when it is taken."""
+        """Listen; returns "host:port" with the port bound. Raises ConfigError if that fails."""
         credentials = self._security.server_credentials(self._host)
         # Probed first: gRPC reports a taken port in three lines of C++ log.
-        if self._port and (problem := bind_problem(self._host, self._port)):
-            raise self._port_taken(problem)
+        if self._port and (error := bind_error(self._host, self._port)) is not None:
+            raise self._not_bound(bind_reason(error).lower(), bind_remedy(error, option="--port"))
         server = grpc.aio.server(
             interceptors=[self._interceptor],
             options=_options(self._limits),
@@ -139,7 +139,8 @@ class RpcServer:
                 else server.add_secure_port(address, credentials)
             )
         except RuntimeError:
-            raise self._port_taken("it cannot be bound") from None
+            remedy = "choose another with --port, or 0 for any free one"
+            raise self._not_bound("it cannot be bound", remedy) from None
         await server.start()
         # The credentials too: gRPC calls them at each handshake.
         self._server, self._credentials = server, credentials
@@ -162,20 +163,7 @@ class RpcServer:
         for name in ("", *self._names):
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
-    def _port_taken(self, reason: str) -> ConfigError:
+    def _not_bound(self, reason: str, remedy: str) -> ConfigError:
         return ConfigError(
-            f"{self._service} cannot listen on {self._host}:{self._port}: {reason}; "
-            "choose another with --port, or 0 for any free one"
+            f"{self._service} cannot listen on {self._host}:{self._port}: {reason}; {remedy}"
         )
-
-
-def bind_problem(host: str, port: int) -> str:
-    """Return why a port cannot be bound; "" if it can."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError as error:
-            return (error.strerror or str(error)).lower()
-    return ""

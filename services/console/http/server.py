@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from forge.core.errors import ConfigError, ForgeError, InvalidArgument, ResourceExhausted
-from forge.runtime.process.bind_errors import bind_fault
+from forge.runtime.rpc.bind_errors import bind_fault
 from forge.runtime.telemetry import log
 from services.console.config import ConsoleConfig
 from services.console.data.compared_runs import ComparedRuns

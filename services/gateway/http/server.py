@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection
 from aiohttp import web
 
 from forge.core.errors import ConfigError
-from forge.runtime.process.bind_errors import bind_fault
+from forge.runtime.rpc.bind_errors import bind_fault
 from forge.runtime.security.audit import write_audit
 from forge.runtime.telemetry import log
 from services.gateway.config import ConnectionSettings

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from forge.core.errors import ConfigError
 from forge.runtime.concurrency.tasks import cancel_and_wait
-from forge.runtime.process.bind_errors import bind_reason
+from forge.runtime.rpc.bind_errors import bind_reason
 from forge.runtime.telemetry import log
 from services.gateway.http.listener.socket_handover import SocketHandover
 from services.gateway.metrics import SHARED_CONNECTIONS

@@ -63,6 +63,11 @@ def test_default_settings_have_no_problem(
         ("pool", "--key-file={tmp}/open", "key_file = '{tmp}/open' is open to every user: chmod o"),
         ("pool", "--tls-ca={tmp}/none", "tls_ca = '{tmp}/none': No such file or directory"),
         ("pool", "--host=10.1.2.3", "host = '10.1.2.3' is not a loopback address, so TLS is"),
+        (
+            "pool",
+            "--host=192.0.2.1 --insecure=true --port=7211",
+            "port = 7211: cannot assign requested address on 192.0.2.1; set host to an address of ",
+        ),
         ("pool", "--etcd=10.1.2.3:1", "etcd = '10.1.2.3:1' is plaintext beyond loopback: write"),
         ("trainer", "--model-path={tmp}", "model_path = '{tmp}' is not a model directory: it has"),
         (

@@ -7,7 +7,11 @@ import socket
 
 import pytest
 
-from forge.runtime.process.bind_errors import bind_fault, bind_reason
+from forge.core.errors import ConfigError
+from forge.runtime.rpc import RpcServer
+from forge.runtime.rpc.bind_errors import bind_fault, bind_reason
+from forge.runtime.security.credentials import Security
+from forge.runtime.security.tokens import Keyring
 
 IN_USE = "Address already in use"
 
@@ -42,6 +46,18 @@ async def test_port_in_use_and_absent_address_have_remedies_of_their_own() -> No
     assert bind_fault(caught.value, "--port") == f"Cannot assign requested address{host}"
     unknown = socket.gaierror(-2, "Name or service not known")
     assert bind_fault(unknown, "--port") == f"Name or service not known{host}"
+
+
+async def test_server_at_an_absent_address_names_the_host() -> None:
+    """As the listeners of HTTP and of the metrics."""
+    security = Security(Keyring(keys=(b"k" * 32,)), insecure=True)
+    server = RpcServer(service="pool", host="192.0.2.1", port=7211, security=security)
+    with pytest.raises(ConfigError) as caught:
+        await server.start()
+    assert str(caught.value) == (
+        "pool cannot listen on 192.0.2.1:7211: cannot assign requested address; set host to an "
+        "address of this host, which must be up"
+    )
 
 
 def test_reason_of_an_unknown_host_is_its_text() -> None:
