@@ -208,6 +208,8 @@ def install(
     for verb, units in (("start", done.start), ("restart", done.restart)):
         if units:
             say(f"now: systemctl {verb} {' '.join(units)}")
+    for unit in done.stopped:
+        say(f"{unit} left the inventory: stopped")
     for unit in done.kept:
         say(f"{unit} left the inventory and still runs; move its data before you stop it")
 

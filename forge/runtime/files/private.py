@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forge.runtime.files.sync import sync
+from forge.runtime.files.sync import errors_named, sync
 
 
 def replace_private_file(path: str | Path, text: str) -> None:
@@ -41,7 +41,8 @@ def _written_beside(path: str | Path, text: str) -> Iterator[Path]:
     new = Path(f"{path}.{os.getpid()}.new")
     new.unlink(missing_ok=True)
     try:
-        _write(new, text)
+        with errors_named(path):
+            _write(new, text)
         yield new
         sync(new.parent)
     finally:

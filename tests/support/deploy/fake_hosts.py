@@ -43,7 +43,7 @@ class FakeHosts:
     unregistered: set[tuple[str, str]] = field(default_factory=set)
     """Instances that run with a release and never come into discovery: (instance, release)."""
     needs: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
-    """What an installation says of units, by host: `start` and `restart`."""
+    """What an installation says of units, by host: such as `start` and `restart`."""
     journals: Mapping[str, str] = field(default_factory=dict)
     """The last lines of the journal, by unit."""
     commands: list[tuple[str, str]] = field(default_factory=list)
@@ -115,6 +115,7 @@ class FakeHosts:
                     "changed": [],
                     "start": [],
                     "restart": [],
+                    "stopped": [],
                     "kept": [],
                 }
                 needs = empty | dict(self.needs.get(host, {}))

@@ -27,6 +27,8 @@ def apply(cluster: Cluster, report: Callable[[str], None], *, lost: Collection[s
     needs = cluster.on_hosts(partial(_install, cluster))
     for host, found in needs.items():
         report(f"{host}: {len(found['changed'])} files changed")
+        for unit in found["stopped"]:
+            report(f"{host}: {unit} left the inventory: stopped")
         for unit in found["kept"]:
             report(
                 f"{host}: {unit} left the inventory and still runs; move its data, then: "

@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from forge.cli.deploy.host.file_errors import file_error
 from forge.cli.deploy.host.host import systemctl
-from forge.core.errors import InvalidArgument
 from forge.runtime.files.private import replace_private_file
 
 DATA = "/var/lib/forge/etcd/member"
@@ -39,7 +39,7 @@ def prepare(state: Literal["new", "existing"], *, members: str = "") -> None:
         replace_private_file(VARIABLES, "\n".join(lines) + "\n")
         replace_private_file(DROP_IN, _START)
     except OSError as error:
-        raise InvalidArgument(f"{error.filename}: {error.strerror}; run it as root") from None
+        raise file_error(error) from None
     systemctl("daemon-reload")
 
 
@@ -49,5 +49,5 @@ def finish() -> None:
         for file in (DROP_IN, VARIABLES):
             file.unlink(missing_ok=True)
     except OSError as error:
-        raise InvalidArgument(f"{error.filename}: {error.strerror}; run it as root") from None
+        raise file_error(error) from None
     systemctl("daemon-reload")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from forge.cli.deploy.host.file_errors import file_error
 from forge.cli.deploy.render.rendered import UnitEntry
-from forge.core.errors import InvalidArgument
 from forge.runtime.files.private import replace_private_file
 
 MOST_CHANGES = 32
@@ -92,7 +92,7 @@ def read_file_history(file: Path) -> FileHistory:
         # Without them a unit is compared by the times of its files.
         return FileHistory()
     except OSError as error:
-        raise InvalidArgument(f"{file}: {error.strerror}; run it as root") from None
+        raise file_error(error, file) from None
 
 
 def write_file_history(file: Path, changes: FileHistory) -> None:
@@ -100,4 +100,4 @@ def write_file_history(file: Path, changes: FileHistory) -> None:
     try:
         replace_private_file(file, msgspec.json.encode(changes).decode() + "\n")
     except OSError as error:
-        raise InvalidArgument(f"{file}: {error.strerror}; run it as root") from None
+        raise file_error(error, file) from None

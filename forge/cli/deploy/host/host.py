@@ -16,6 +16,7 @@ import psutil
 
 from forge.cli.deploy.host import comparison
 from forge.cli.deploy.host.comparison import FoundFile, FoundUnit, HostState, Listener
+from forge.cli.deploy.host.file_errors import file_error
 from forge.cli.deploy.host.file_history import read_file_history
 from forge.cli.deploy.inventory.kinds import MAY_END
 from forge.cli.deploy.render.rendered import MANIFEST, SECRET, TREE, Manifest, digest, read_manifest
@@ -108,7 +109,7 @@ def _file(file: Path, directory: HostDirectory, *, secret: bool) -> FoundFile | 
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise InvalidArgument(f"{file}: {error.strerror}; run it as root") from None
+        raise file_error(error, file) from None
     return FoundFile(
         sha256=digest(content),
         mode=status.st_mode & 0o7777,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forge.cli.deploy.host.comparison import HostState, stale_since
+from forge.cli.deploy.host.file_errors import file_error
 from forge.cli.deploy.host.file_history import FileHistory, write_file_history
 from forge.cli.deploy.host.host import (
     CHANGES,
@@ -27,7 +28,8 @@ from forge.cli.deploy.host.host import (
 )
 from forge.cli.deploy.inventory.kinds import has_data
 from forge.cli.deploy.render.rendered import MANIFEST, FileEntry, Manifest
-from forge.core.errors import FailedPrecondition, ForgeError, InvalidArgument, Unavailable
+from forge.core.errors import FailedPrecondition, ForgeError, Unavailable
+from forge.runtime.files.sync import errors_named
 
 NEW = DEPLOYED.with_name("deploy.new")
 """A copy that is not installed yet."""
@@ -45,6 +47,8 @@ class Installed:
     """Units that do not run."""
     restart: list[str]
     """Units that run since before a change."""
+    stopped: list[str]
+    """Units that left the inventory."""
     kept: list[str]
     """Units that left the inventory and still run: pools, whose data is theirs alone."""
 
@@ -75,10 +79,10 @@ def install(source: Path) -> Installed:
             lead_link(LINK, manifest.release)
             changed.append(str(LINK))
     except OSError as error:
-        raise InvalidArgument(f"{error.filename}: {error.strerror}; run it as root") from None
+        raise file_error(error) from None
     systemctl("daemon-reload")
     systemctl("enable", "--quiet", "forge.target", *(unit.name for unit in manifest.units))
-    kept = _stop_left(old, manifest)
+    stopped, kept = _stop_left(old, manifest)
     adopt(source)
     after = _noted(manifest)
     running = [unit for unit in manifest.units if after.units[unit.name].active == "active"]
@@ -87,6 +91,7 @@ def install(source: Path) -> Installed:
         changed=changed,
         start=[unit.name for unit in manifest.units if unit not in (*running, *ended)],
         restart=[unit.name for unit in running if stale_since(unit, after)],
+        stopped=stopped,
         kept=kept,
     )
 
@@ -167,7 +172,7 @@ def _put(directory: HostDirectory, entry: FileEntry, state: HostState) -> bool:
     # A unit reads files whose names end as its own do: another ending.
     unfinished = path.with_name(f".{path.name}.forge-new")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with errors_named(path), os.fdopen(descriptor, "wb") as file:
         file.write(directory.content(entry.path))
         file.flush()
         os.fsync(descriptor)
@@ -196,13 +201,13 @@ def left_units(old: Manifest | None, manifest: Manifest) -> list[str]:
     return [unit.name for unit in old.units if unit.name not in names] if old else []
 
 
-def _stop_left(old: Manifest | None, manifest: Manifest) -> list[str]:
-    """Stop what left the inventory; return what must be moved first."""
+def _stop_left(old: Manifest | None, manifest: Manifest) -> tuple[list[str], list[str]]:
+    """Stop what left the inventory; return that, and the units whose data must be moved first."""
     left = left_units(old, manifest)
     stopped = [unit for unit in left if not has_data(unit)]
     if stopped:
         systemctl("disable", "--quiet", "--now", *stopped)
-    return [unit for unit in left if has_data(unit)]
+    return stopped, [unit for unit in left if has_data(unit)]
 
 
 def _tmpfiles(manifest: Manifest) -> Sequence[str]:

@@ -36,6 +36,7 @@ from forge.cli.queue.command import queue_app
 from forge.cli.service_settings import MODULES, PrintedSettings, Program, print_settings
 from forge.cli.usage_errors import USAGE_ERROR, usage_error
 from forge.core.errors import ConfigError, InvalidArgument, raise_all
+from forge.runtime.files.sync import errors_named
 
 INVENTORY, SECRETS, HOSTS = "inventory.toml", "secrets", "hosts"
 
@@ -155,7 +156,8 @@ def _write(path: Path, content: bytes, mode: int) -> bool:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
+    with errors_named(path):
+        unfinished.write_bytes(content)
     unfinished.chmod(mode)
     unfinished.replace(path)
     return True

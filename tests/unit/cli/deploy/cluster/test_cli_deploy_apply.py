@@ -61,6 +61,17 @@ def test_first_apply_starts_etcd_then_roles_then_everything(out: Path) -> None:
     ]
 
 
+def test_stopped_and_kept_units_are_reported(out: Path) -> None:
+    """Those that left the inventory; a pool's data must be moved first."""
+    hosts = FakeHosts(rendered_hosts(out), RELEASE)
+    pool = "forge-pool@1.service"
+    hosts.needs = {"beta": {"stopped": [WORKER], "kept": [pool]}}
+    lines: list[str] = []
+    apply(hosts.cluster(out), lines.append)
+    assert f"beta: {WORKER} left the inventory: stopped" in lines
+    assert any(one.startswith(f"beta: {pool} left the inventory and still") for one in lines)
+
+
 def test_changed_units_restart_one_after_another(out: Path) -> None:
     """The standby before the leader, and a worker after its drain."""
     hosts = FakeHosts(rendered_hosts(out), RELEASE)

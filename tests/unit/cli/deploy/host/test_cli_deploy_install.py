@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from forge.cli.deploy.host import install
+from forge.cli.deploy.host.file_errors import file_error
+from forge.cli.deploy.host.file_history import FileHistory, write_file_history
 from forge.cli.deploy.host.host import HostDirectory
 from forge.cli.deploy.host.install import (
     NEW,
@@ -18,7 +23,8 @@ from forge.cli.deploy.host.install import (
     left_units,
 )
 from forge.cli.deploy.render.render import rendered_hosts
-from forge.cli.deploy.render.rendered import MANIFEST, FileEntry, Manifest, manifest_text
+from forge.cli.deploy.render.rendered import MANIFEST, TREE, FileEntry, Manifest, manifest_text
+from forge.core.errors import InvalidArgument
 from tests.support.deploy.inventories import TWO_HOSTS, rendered
 
 BEFORE, TO = "0.1.0", "0.2.0"
@@ -116,6 +122,52 @@ def test_first_installation_has_nothing_to_return_to(manifest: Manifest, etc: Pa
     """A rollback without files of before installs the present ones."""
     put(etc / "deploy", manifest, TO)
     assert chosen_source(TO) == etc / "deploy"
+
+
+def test_full_disk_is_named_by_its_file(
+    manifest: Manifest, etc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a missing right: root does not help. The file of before stays."""
+    file = etc / "pool.toml"
+    file.write_text("before\n")
+    new = put(etc / NEW.name, manifest, TO)
+    (new / TREE / str(file).lstrip("/")).parent.mkdir(parents=True)
+    (new / TREE / str(file).lstrip("/")).write_text("after\n")
+    entry = FileEntry(path=str(file), sha256="x", mode=0o644)
+    one_file = replace(manifest, files=(entry,))
+    (new / MANIFEST).write_bytes(manifest_text(one_file))
+    state = SimpleNamespace(files={}, owner="root:root")
+    monkeypatch.setattr(install, "read_host", lambda *_: state)
+    monkeypatch.setattr(install, "_require", lambda *_: None)
+    monkeypatch.setattr(install, "_note", lambda *_: None)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    for write in (
+        lambda: install.install(new),
+        lambda: write_file_history(file, FileHistory()),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            write()
+        assert str(caught.value) == f"{file}: No space left on device"
+        assert file.read_text() == "before\n"
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+    assert str(file_error(denied)) == f"{file}: Permission denied; run it as root"
+
+
+def test_units_that_leave_the_inventory_stop_unless_they_have_data(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are returned for the report."""
+    gone = ("forge-pool-replica@s0.service", "forge-inference@decode-2.service")
+    kept = tuple(one for one in manifest.units if one.name not in gone)
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(install, "systemctl", lambda *words: calls.append(words))
+    stopped = install._stop_left(manifest, replace(manifest, units=kept))
+    assert stopped == ([gone[1]], [gone[0]])
+    assert calls == [("disable", "--quiet", "--now", gone[1])]
 
 
 def test_link_leads_to_a_release_at_once(tmp_path: Path) -> None:
