@@ -24,11 +24,11 @@ async def watch_room(
     while True:
         try:
             reason = await readers.run(lambda: store.lack_of_room)
-        except (ForgeError, OSError) as error:
-            log.warning("room_not_read", pool_shard=store.shard, error=str(error))
-        else:
             if reason != metadata.get(NO_ROOM_KEY, ""):
                 metadata[NO_ROOM_KEY] = reason
                 log.warning("turns_refused" if reason else "turns_accepted", reason=reason)
                 await announce()
+        except (ForgeError, OSError) as error:
+            # The shard serves without it.
+            log.warning("room_not_announced", pool_shard=store.shard, error=str(error))
         await asyncio.sleep(PERIOD_S)
