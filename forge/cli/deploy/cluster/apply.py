@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from forge.cli.deploy.cluster.cluster import Cluster, StepFailed, reachable
+from forge.cli.deploy.cluster.cluster import Cluster, StepFailed, left_lines, reachable
 from forge.cli.deploy.cluster.members import Members
 from forge.cli.deploy.cluster.plan import needed, restart_steps, roll_order
 from forge.core.errors import FailedPrecondition, InvalidArgument, raise_all
@@ -27,13 +27,8 @@ def apply(cluster: Cluster, report: Callable[[str], None], *, lost: Collection[s
     needs = cluster.on_hosts(partial(_install, cluster))
     for host, found in needs.items():
         report(f"{host}: {len(found['changed'])} files changed")
-        for unit in found["stopped"]:
-            report(f"{host}: {unit} left the inventory: stopped")
-        for unit in found["kept"]:
-            report(
-                f"{host}: {unit} left the inventory and still runs; move its data, then: "
-                f"systemctl disable --now {unit}"
-            )
+        for line in left_lines(host, found):
+            report(line)
     members = Members(cluster, report)
     joining = members.start(needs)
     report(f"{cluster.admin}: users, roles and tokens of etcd")

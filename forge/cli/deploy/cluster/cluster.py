@@ -62,7 +62,7 @@ class Cluster:
     pause: Callable[[float], None] = time.sleep
     now_s: Callable[[], float] = time.monotonic
     notes: list[str] = field(default_factory=list)
-    """Faults that stop nothing."""
+    """Faults that stop nothing, and units that left the inventory."""
 
     @property
     def admin(self) -> str:
@@ -81,7 +81,7 @@ class Cluster:
             case "copy":
                 self.copy(step.host)
             case "swap":
-                self.install(step.host)
+                self.notes += left_lines(step.host, self.install(step.host))
             case "back":
                 # By the release of before: the one that is left may not even start.
                 left = self.manifests[step.host].release
@@ -292,3 +292,14 @@ def reachable(cluster: Cluster) -> Iterator[Unavailable]:
                 f"{'start it' if ended.is_away else install}, or correct login in the inventory"
             )
             yield Unavailable(f"{host}: {ended.reason}; {remedy}")
+
+
+def left_lines(host: str, installed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each unit that an installation found to have left the inventory."""
+    for unit in installed["stopped"]:
+        yield f"{host}: {unit} left the inventory: stopped"
+    for unit in installed["kept"]:
+        yield (
+            f"{host}: {unit} left the inventory and still runs; move its data, then: "
+            f"systemctl disable --now {unit}"
+        )

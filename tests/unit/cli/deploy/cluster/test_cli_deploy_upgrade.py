@@ -235,6 +235,23 @@ def test_failed_drain_stops_nothing(manifests: dict[str, Manifest], tmp_path: Pa
     assert len(cluster.notes) == 4
 
 
+def test_units_that_left_the_inventory_are_noted(
+    small: dict[str, Manifest], tmp_path: Path
+) -> None:
+    """The swap of an upgrade stops them, or leaves those with data."""
+    hosts = FakeHosts(small, BEFORE)
+    pool, router = "forge-pool@1.service", "forge-inference@router-1.service"
+    hosts.needs = {"beta": {"stopped": [router], "kept": [pool]}}
+    cluster = hosts.cluster(tmp_path)
+    upgrade = Upgrade(cluster, lambda _: None)
+    assert upgrade.run(upgrade.plan())
+    assert cluster.notes == [
+        f"beta: {router} left the inventory: stopped",
+        f"beta: {pool} left the inventory and still runs; move its data, then: "
+        f"systemctl disable --now {pool}",
+    ]
+
+
 def test_host_without_the_release_stops_the_upgrade_before_its_begin(
     manifests: dict[str, Manifest], tmp_path: Path
 ) -> None:
