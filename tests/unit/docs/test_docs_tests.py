@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ def test_each_folder_of_unit_tests_is_a_package_of_the_product(folder: Path) -> 
         return
     package = ROOT / ("services" if top in SERVICES else "forge") / folder
     assert (package / "__init__.py").exists()
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them as top-level modules: a run of both would refuse one of them."""
+    counts = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_each_folder_of_test_helpers_is_in_their_map() -> None:

@@ -70,6 +70,7 @@ async def test_engines_get_the_tensors_of_the_hub_without_a_conversion(
     )
     library = read_checkpoint(str(mixtral))
     vllm = Checkpoint(meta_model(str(mixtral)), served=torch.float32)
+    assert vllm.tensors  # the start tries a load of them
     async with serving_publisher(register) as (publisher, _):
         first, second = Worker(silence_s=60.0), Worker(silence_s=60.0)
         relay = await first.serve()
