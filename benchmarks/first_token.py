@@ -18,19 +18,18 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
 
+from benchmarks.support.inference.checkouts import add_options, checkouts_of, pairs_of, started
 from benchmarks.support.inference.service import Service
 from benchmarks.support.inference.workloads import WORKLOADS
 from benchmarks.support.report import arguments, keep, show
 from forge.v1.common_pb2 import SamplingParams
 
 SHAPES = {"both": ("both",), "apart": ("prefill", "decode")}
-OWN, OTHER = "own", "other"
 _WORK = WORKLOADS["tiny"]
 _FIRST_TOKENS, _ADDED_TOKENS, _TURNS = 1024, 32, 12
 _PAUSE_S = 0.03
@@ -54,17 +53,16 @@ async def measure(
 ) -> Turns:
     """All turns but those of the first session, which fills caches, and the first ones."""
     found: dict[str, list[Turn]] = {version: [] for version in checkouts}
-    async with AsyncExitStack() as undo:
-        services: dict[str, Service] = {}
-        for version, checkout in checkouts.items():
-            service = services[version] = Service(
-                model, _WORK.dtype, roles=roles, cache_mib=512,
-                # No module comes from the working directory.
-                environment={"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1",
-                             "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            await service.start()
-            undo.push_async_callback(service.stop)
+
+    def service_of(checkout: Path) -> Service:
+        return Service(
+            model, _WORK.dtype, roles=roles, cache_mib=512,
+            # No module comes from the working directory.
+            environment={"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1",
+                         "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    async with started(checkouts, service_of) as services:
         for number in range(rounds + 1):
             rng = Random(number)
             history = _fresh(rng, _FIRST_TOKENS)
@@ -97,8 +95,7 @@ def figures(shape: str, turns: Turns) -> dict[str, float]:
     for version, spent in turns.items():
         numbers[f"{shape}.{version}.ms"] = median(one.passed for one in spent)
         numbers[f"{shape}.{version}.cpu_ms"] = median(one.cpu for one in spent)
-    if OTHER in turns:
-        pairs = list(zip(turns[OWN], turns[OTHER], strict=True))
+    if pairs := pairs_of(turns):
         numbers[f"{shape}.own_over_other.ms"] = median(a.passed / b.passed for a, b in pairs)
         numbers[f"{shape}.own_over_other.cpu"] = median(a.cpu / b.cpu for a, b in pairs)
     return numbers
@@ -107,12 +104,9 @@ def figures(shape: str, turns: Turns) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__ or "", quick="2 rounds")
-    parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--rounds", type=int, default=9, help="measured sessions, after one more")
+    add_options(parser, unit="sessions")
     options = parser.parse_args()
-    checkouts = {OWN: Path.cwd()}
-    if options.against is not None:
-        checkouts[OTHER] = options.against.resolve()
+    checkouts = checkouts_of(options)
     rounds = 2 if options.quick else options.rounds
     numbers: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

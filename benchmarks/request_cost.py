@@ -18,18 +18,17 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks.support.inference.checkouts import add_options, checkouts_of, pairs_of, started
 from benchmarks.support.inference.instant_engine import NAME, install_engine
 from benchmarks.support.inference.service import Service
 from benchmarks.support.inference.workloads import WORKLOADS, Workload
 from benchmarks.support.report import arguments, keep, show
 
 AGENT = WORKLOADS["agent"]
-OWN, OTHER = "own", "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +71,16 @@ async def measure(
     found: dict[str, dict[str, list[Spent]]] = {
         load: {version: [] for version in checkouts} for load in LOADS
     }
-    async with AsyncExitStack() as undo:
-        services: dict[str, Service] = {}
-        for version, checkout in checkouts.items():
-            path = os.pathsep.join([str(checkout), engine])
-            service = services[version] = Service(
-                model, AGENT.dtype, roles=("both",), cache_mib=1, engine=NAME,
-                # No module comes from the working directory.
-                environment={"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-            )  # fmt: skip
-            await service.start()
-            undo.push_async_callback(service.stop)
+
+    def service_of(checkout: Path) -> Service:
+        path = os.pathsep.join([str(checkout), engine])
+        return Service(
+            model, AGENT.dtype, roles=("both",), cache_mib=1, engine=NAME,
+            # No module comes from the working directory.
+            environment={"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
+
+    async with started(checkouts, service_of) as services:
         for number in range(rounds + 1):
             for name, load in LOADS.items():
                 # Each version is the first one in every other round.
@@ -116,8 +114,7 @@ def figures(load: str, rounds: Rounds) -> dict[str, float]:
     for version, spent in rounds.items():
         numbers[f"{load}.{version}.router_ms"] = median(one.router for one in spent)
         numbers[f"{load}.{version}.worker_ms"] = median(one.worker for one in spent)
-    if OTHER in rounds:
-        pairs = list(zip(rounds[OWN], rounds[OTHER], strict=True))
+    if pairs := pairs_of(rounds):
         for part in ("router", "worker", "all"):
             ratios = [getattr(own, part) / getattr(other, part) for own, other in pairs]
             numbers[f"{load}.own_over_other.{part}"] = median(ratios)
@@ -127,12 +124,9 @@ def figures(load: str, rounds: Rounds) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__ or "", quick="3 rounds")
-    parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--rounds", type=int, default=9, help="measured rounds, after one more")
+    add_options(parser, unit="rounds")
     options = parser.parse_args()
-    checkouts = {OWN: Path.cwd()}
-    if options.against is not None:
-        checkouts[OTHER] = options.against.resolve()
+    checkouts = checkouts_of(options)
     rounds = 3 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(checkouts, rounds=rounds, folder=Path(folder)))
