@@ -75,23 +75,18 @@ def stays(processes: list[psutil.Process]) -> list[psutil.Process]:
     return psutil.wait_procs(processes, timeout=START_S)[1]
 
 
-@pytest.mark.parametrize("suite", [PYTEST, WORKERS], indirect=True, ids=["alone", "workers"])
+@pytest.mark.parametrize(
+    "suite",
+    [PYTEST, WORKERS, LOADED, MEASURED],
+    indirect=True,
+    ids=["alone", "workers", "loaded", "measured"],
+)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signal_to_pytest_leaves_no_process(
+def test_signal_to_a_run_leaves_no_process(
     suite: tuple[subprocess.Popen[bytes], list[psutil.Process]], number: signal.Signals
 ) -> None:
-    """Neither etcd, nor a service, nor its fork server, nor an orphan in a session of its own."""
-    running, started = suite
-    running.send_signal(number)
-    assert stays(started) == []
-
-
-@pytest.mark.parametrize("suite", [LOADED, MEASURED], indirect=True, ids=["loaded", "measured"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_signal_to_a_program_that_runs_pytest_leaves_no_process(
-    suite: tuple[subprocess.Popen[bytes], list[psutil.Process]], number: signal.Signals
-) -> None:
-    """pytest ends with `make test-loaded` and `make coverage`."""
+    """Neither etcd, nor a service, nor its fork server, nor an orphan in a session of its own, nor
+    the pytest of `make test-loaded` and `make coverage`."""
     running, started = suite
     running.send_signal(number)
     assert stays(started) == []

@@ -109,7 +109,7 @@ async def test_resumed_run_keeps_its_options(
 def test_given_option_replaces_a_kept_one_of_another_name(
     kept: dict[str, Any], given: RunOptions, expected: RunOptions
 ) -> None:
-    """A kept option that contradicts the given one would be an error that nobody typed."""
+    """Else the two would contradict each other, and the run would be refused."""
     assert given.resuming(kept)[0] == expected
 
 

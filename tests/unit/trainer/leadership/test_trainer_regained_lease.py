@@ -16,7 +16,7 @@ from tests.support.runtime.waiting import settle, until
 
 
 class Lease(Leadership):
-    """Stands in for a leadership that ends when it is told."""
+    """Stands in for a leadership; the test ends it."""
 
     def __init__(self, fence: int) -> None:
         self.fence = fence
@@ -58,8 +58,8 @@ class Etcd(Coordinator):
 async def test_trainer_that_has_not_begun_regains_its_lease(
     recorded: int, is_superseded: bool
 ) -> None:
-    """The record of the process before it has an earlier fence, which supersedes nobody; a later
-    one is of a trainer that led meanwhile."""
+    """The trainer leads again if the record has an earlier fence. A later fence is that of another
+    trainer, which led meanwhile."""
     etcd = Etcd(LineageRecord(lineage="a", fence=recorded), [7, 9])
     lineage = Lineage(etcd, trainer="t 1", location="h:/c", start_over="", ttl_s=5.0)
     await lineage.campaign(lambda: None)
